@@ -1,0 +1,1 @@
+"""Meshwright: a declarative graph compiler for parallelization plans."""
