@@ -1,0 +1,317 @@
+"""Mesh axes as a rank sees them: the collectives, as pure tensor functions that know nothing of autograd.
+
+Terms
+    Axis      this rank's place on one mesh axis: `name`, `size`, `index`, and the collectives along it
+    Pending   a collective that has started; `wait()` gives its result. Every collective has a `start_` form
+    stacked   a tensor (n, ...) whose entry r along the new leading dim belongs to rank r of n
+
+Inputs are never written (but by `start_all_reduce(..., in_place=True)`), results are contiguous. `sections` are those
+of `plans.layout` (global sizes): each rank holds its slice of every section, so a gather interleaves and a scatter
+takes a slice of each. An axis of one rank does nothing.
+
+    TrivialAxis   one rank
+    ProcessAxis   a torch.distributed process group (gloo, NCCL)
+    DryAxis       shapes only, any number of ranks: results are uninitialised, calls and bytes are counted in a Tally
+
+A subclass of Axis implements four primitives on contiguous tensors, with the ranks along a leading dim: no copy is
+made where the dim already leads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.plans.mesh import AXES, Mesh
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that has started. `wait` may be called once."""
+
+    wait: Callable[[], Tensor]
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, its result changed once it is there."""
+        return Pending(lambda: change(self.wait()))
+
+
+def done(x: Tensor) -> Pending:
+    """A collective that had nothing to do."""
+    return Pending(lambda: x)
+
+
+def _widths(length: int, sections: Sequence[int], ranks: int, asked: str) -> list[int]:
+    """Entries that one rank holds of every section of a dim of `length`; ValueError when a section does not divide."""
+    parts = list(sections) or [length]
+    if sum(parts) != length:
+        raise ValueError(f"{asked}: sections {'+'.join(map(str, parts))} do not add up to the dim's {length}")
+    for part in parts:
+        if part % ranks:
+            raise ValueError(f"{asked}: {part} does not divide by {ranks} ranks")
+    return [part // ranks for part in parts]
+
+
+def stack_shards(x: Tensor, dim: int, ranks: int, sections: Sequence[int] = ()) -> Tensor:
+    """(..., d, ...) -> stacked (ranks, ..., d / ranks, ...), contiguous: each rank's shard along dim."""
+    widths = _widths(x.shape[dim], sections, ranks, f"splitting dim {dim} of {tuple(x.shape)}")
+    parts = torch.split(x, [width * ranks for width in widths], dim)
+    stacked = [torch.unflatten(part, dim, (ranks, -1)).movedim(dim, 0) for part in parts]
+    return stacked[0].contiguous() if len(stacked) == 1 else torch.cat(stacked, dim + 1)
+
+
+def join_shards(stacked: Tensor, dim: int, sections: Sequence[int] = ()) -> Tensor:
+    """Inverse of stack_shards: (ranks, ..., d / ranks, ...) -> (..., d, ...), contiguous."""
+    ranks = stacked.shape[0]
+    if len(sections) < 2:
+        return stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    length = ranks * stacked.shape[dim + 1]
+    widths = _widths(length, sections, ranks, f"joining dim {dim} of {ranks} shards {tuple(stacked.shape[1:])}")
+    parts = torch.split(stacked, widths, dim + 1)
+    return torch.cat([shard for part in parts for shard in part.unbind(0)], dim)
+
+
+def take_shard(x: Tensor, dim: int, ranks: int, index: int, sections: Sequence[int] = ()) -> Tensor:
+    """This rank's slice of x along dim, as a copy (so that it does not keep x alive)."""
+    widths = _widths(x.shape[dim], sections, ranks, f"slicing dim {dim} of {tuple(x.shape)}")
+    slices = []
+    start = 0
+    for width in widths:
+        slices.append(x.narrow(dim, start + index * width, width))
+        start += ranks * width
+    return slices[0].clone(memory_format=torch.contiguous_format) if len(slices) == 1 else torch.cat(slices, dim)
+
+
+class Axis(ABC):
+    """One rank's place on a mesh axis, and the collectives along it."""
+
+    def __init__(self, name: str, size: int, index: int) -> None:
+        if not 0 <= index < size:
+            raise ValueError(f"axis {name} has ranks 0 to {size - 1}, not {index}")
+        self.name = name
+        self.size = size
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name} {self.index}/{self.size})"
+
+    @abstractmethod
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        """Reduce x over all ranks, in place."""
+
+    @abstractmethod
+    def _start_gather(self, x: Tensor) -> Pending:
+        """x of every rank, stacked."""
+
+    @abstractmethod
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        """This rank's entry of the sum over all ranks."""
+
+    @abstractmethod
+    def _start_exchange(self, stacked: Tensor) -> Pending:
+        """Entry r goes to rank r; stacked by sender."""
+
+    def start_all_reduce(self, x: Tensor, reduction: str = "sum", in_place: bool = False) -> Pending:
+        """Sum (or "max") over the ranks. `in_place`: x is contiguous, the caller's own, and is overwritten."""
+        if self.size == 1:
+            return done(x)
+        return self._start_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), reduction)
+
+    def start_all_gather(self, x: Tensor, dim: int, sections: Sequence[int] = ()) -> Pending:
+        """Shards along `dim` to the whole."""
+        if self.size == 1:
+            return done(x)
+        return self._start_gather(x.contiguous()).then(lambda stacked: join_shards(stacked, dim, sections))
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, sections: Sequence[int] = ()) -> Pending:
+        """This rank's shard along `dim` of the sum over the ranks."""
+        if self.size == 1:
+            return done(x)
+        return self._start_scatter(stack_shards(x, dim, self.size, sections))
+
+    def start_all_to_all(
+        self,
+        x: Tensor,
+        split_dim: int,
+        concat_dim: int,
+        split_sections: Sequence[int] = (),
+        concat_sections: Sequence[int] = (),
+    ) -> Pending:
+        """A shard along `concat_dim` to a shard along `split_dim`, another dim."""
+        if self.size == 1:
+            return done(x)
+        if split_dim == concat_dim:
+            raise ValueError(f"all-to-all over {self.name} splits and joins the same dim {split_dim}")
+        received = self._start_exchange(stack_shards(x, split_dim, self.size, split_sections))
+        return received.then(lambda stacked: join_shards(stacked, concat_dim, concat_sections))
+
+    def all_reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """start_all_reduce, waited for."""
+        return self.start_all_reduce(x, reduction).wait()
+
+    def all_gather(self, x: Tensor, dim: int, sections: Sequence[int] = ()) -> Tensor:
+        """start_all_gather, waited for."""
+        return self.start_all_gather(x, dim, sections).wait()
+
+    def reduce_scatter(self, x: Tensor, dim: int, sections: Sequence[int] = ()) -> Tensor:
+        """start_reduce_scatter, waited for."""
+        return self.start_reduce_scatter(x, dim, sections).wait()
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        split_dim: int,
+        concat_dim: int,
+        split_sections: Sequence[int] = (),
+        concat_sections: Sequence[int] = (),
+    ) -> Tensor:
+        """start_all_to_all, waited for."""
+        return self.start_all_to_all(x, split_dim, concat_dim, split_sections, concat_sections).wait()
+
+
+class TrivialAxis(Axis):
+    """An axis of one rank."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 1, 0)
+
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        return done(x)
+
+    def _start_gather(self, x: Tensor) -> Pending:
+        return done(x.unsqueeze(0))
+
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        return done(stacked.squeeze(0))
+
+    def _start_exchange(self, stacked: Tensor) -> Pending:
+        return done(stacked)
+
+
+class ProcessAxis(Axis):
+    """An axis over a process group; `ranks` are the group's global ranks, in order of their coordinate."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> None:
+        super().__init__(name, len(ranks), index)
+        self.group = group
+        self.ranks = ranks
+
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        return _started(dist.all_reduce(x, op=REDUCTIONS[reduction], group=self.group, async_op=True), x, x)
+
+    def _start_gather(self, x: Tensor) -> Pending:
+        out = x.new_empty((self.size, *x.shape))
+        return _started(
+            dist.all_gather_into_tensor(_flat(out), _flat(x), group=self.group, async_op=True), out, x
+        )
+
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        out = stacked.new_empty(stacked.shape[1:])
+        return _started(
+            dist.reduce_scatter_tensor(_flat(out), _flat(stacked), group=self.group, async_op=True), out, stacked
+        )
+
+    def _start_exchange(self, stacked: Tensor) -> Pending:
+        out = torch.empty_like(stacked)
+        return _started(
+            dist.all_to_all_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out, stacked
+        )
+
+
+def _flat(x: Tensor) -> Tensor:
+    """One dim, and bytes instead of bool (which gloo does not know): all that moving data needs."""
+    flat = x.view(-1)
+    return flat.view(torch.uint8) if x.dtype == torch.bool else flat
+
+
+def _started(work: dist.Work | None, out: Tensor, source: Tensor) -> Pending:
+    """The result `out` of `work`; `source` stays alive until it is done."""
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out
+
+    return Pending(wait)
+
+
+@dataclass
+class Tally:
+    """Calls and bytes of a dry run, by (axis, collective, direction).
+
+    Bytes are those of the whole tensor on one rank: what is reduced, what is gathered, what is scattered or exchanged.
+    On the wire a ring moves (n-1)/n of that, and an all-reduce twice as much.
+    """
+
+    direction: str = "forward"
+    calls: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    num_bytes: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    def add(self, axis: str, collective: str, num_bytes: int) -> None:
+        """Count one call."""
+        key = (axis, collective, self.direction)
+        self.calls[key] = self.calls.get(key, 0) + 1
+        self.num_bytes[key] = self.num_bytes.get(key, 0) + num_bytes
+
+
+class DryAxis(Axis):
+    """Shapes only, for FakeTensors: any number of ranks in one process."""
+
+    def __init__(self, name: str, size: int, index: int, tally: Tally) -> None:
+        super().__init__(name, size, index)
+        self.tally = tally
+
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        self.tally.add(self.name, "all-reduce", x.nbytes)
+        return done(x)
+
+    def _start_gather(self, x: Tensor) -> Pending:
+        self.tally.add(self.name, "all-gather", self.size * x.nbytes)
+        return done(x.new_empty((self.size, *x.shape)))
+
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        self.tally.add(self.name, "reduce-scatter", stacked.nbytes)
+        return done(stacked.new_empty(stacked.shape[1:]))
+
+    def _start_exchange(self, stacked: Tensor) -> Pending:
+        self.tally.add(self.name, "all-to-all", stacked.nbytes)
+        return done(torch.empty_like(stacked))
+
+
+def build_axes(mesh: Mesh, rank: int) -> dict[str, Axis]:
+    """This rank's axes over process groups. Every rank of an initialised torch.distributed calls it once, alike.
+
+    Groups are made in the same order on all ranks; equal groups (ep and dp when ep = dp) are made once, and the
+    world is used as it is.
+    """
+    world = tuple(range(mesh.world_size))
+    if mesh.world_size > 1 and mesh.world_size != dist.get_world_size():
+        raise ValueError(f"mesh {mesh} has {mesh.world_size} ranks, but {dist.get_world_size()} processes were started")
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    if dist.is_initialized() and dist.group.WORLD is not None:
+        groups[world] = dist.group.WORLD
+    axes: dict[str, Axis] = {}
+    for name in AXES:
+        if mesh.size(name) == 1:
+            axes[name] = TrivialAxis(name)
+            continue
+        for ranks in mesh.groups(name):
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks))
+        own = mesh.group(rank, name)
+        axes[name] = ProcessAxis(name, groups[own], own, mesh.coordinates(rank)[name])
+    return axes
+
+
+def dry_axes(mesh: Mesh, rank: int, tally: Tally | None = None) -> dict[str, Axis]:
+    """A rank's axes without processes, all counting into one tally."""
+    counted = Tally() if tally is None else tally
+    at = mesh.coordinates(rank)
+    return {n: DryAxis(n, s, at[n], counted) if s > 1 else TrivialAxis(n) for n, s in mesh.sizes()}

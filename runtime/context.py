@@ -1,0 +1,99 @@
+"""`rt` and `w` of an emitted program: what a rank is, and its parameters.
+
+    rt.axis("tp")                   the rank's place on a mesh axis
+    rt.seed(index, site, ("tp",))   seed of one dropout: layer index, site in the layer, axes that shard the tensor
+    rt.layer(fn, w, x, ...)         fn(rt, w, x, ...), recomputed in the backward pass when the plan says so
+    rt.device                       where constants are made
+    w.at("model.layers.0.")["mlp.up_proj.weight"]
+
+A seed is a function of the plan's seed, step, micro-batch, data-parallel coordinate, coordinates on the sharded axes,
+index and site, mixed by splitmix64 (Steele et al., OOPSLA 2014). So ranks that hold the same tensor draw the same mask,
+ranks that hold different parts draw different ones, and recomputation repeats it. The engine sets `step` and
+`micro_batch` before each forward; a layer keeps those it ran with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.plans.mesh import AXES
+from meshwright.runtime.axes import Axis
+
+RECOMPUTE = ("none", "full")
+MASK = (1 << 64) - 1
+Result = TypeVar("Result")
+
+
+def mix(values: Iterable[int]) -> int:
+    """63 bits from integers, in order."""
+    return reduce(_mix, values, 0) >> 1
+
+
+def _mix(state: int, value: int) -> int:
+    """One splitmix64 step."""
+    z = ((state ^ value) + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+class Context:
+    """A rank's axes, device and place in the run."""
+
+    def __init__(
+        self, axes: Mapping[str, Axis], device: torch.device | str, seed: int = 0, recompute: str = "none"
+    ) -> None:
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE)}")
+        self.axes = dict(axes)
+        self.device = torch.device(device)
+        self.plan_seed = seed
+        self.recompute = recompute
+        self.step = 0
+        self.micro_batch = 0
+
+    def axis(self, name: str) -> Axis:
+        """The mesh axis `name`."""
+        if name not in self.axes:
+            raise ValueError(f"unknown mesh axis {name!r}; the axes are {', '.join(self.axes)}")
+        return self.axes[name]
+
+    def seed(self, index: int, site: int, sharded_axes: tuple[str, ...] = ()) -> int:
+        """Seed of one random op of this micro-batch; see the module."""
+        place = [self.plan_seed, self.step, self.micro_batch, self.axis("dp").index]
+        for name in sorted(sharded_axes):
+            place += [AXES.index(name) + 1, self.axis(name).index]
+        return mix([*place, 0, index, site])
+
+    def layer(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
+        """fn(rt, weights, *args); with recompute "full" autograd keeps its tensor arguments alone."""
+        here = copy.copy(self)
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return fn(here, weights, *args)
+        result: Result = checkpoint(fn, here, weights, *args, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+
+class Weights:
+    """This rank's parameters under a prefix of the model's own names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+
+    def at(self, prefix: str) -> Weights:
+        """The parameters whose names go on with `prefix` ("model.layers.0.")."""
+        return Weights(self._tensors, self._prefix + prefix)
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._prefix + name
+        if path not in self._tensors:
+            raise KeyError(f"this stage holds no parameter {path}")
+        return self._tensors[path]

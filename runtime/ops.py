@@ -1,0 +1,144 @@
+"""What emitted programs call, besides ATen: layout conversions, and the few ops that know of a mesh axis or of a seed.
+
+    convert(x, axis, "P -> S(1)")     collectives of plans.layout.CONVERSIONS, on the value and on the gradient
+    vocab_embedding                   rows of a table sharded over the vocabulary; the result is P
+    linear, column_linear             runtime.linear
+    cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
+    dropout, sdpa                     runtime.random
+
+Conversions save no tensors. On an axis of one rank they return their operand. Integer and bool tensors convert alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.plans.layout import Type, conversion
+from meshwright.runtime.axes import Axis, join_shards, take_shard
+from meshwright.runtime.linear import column_linear, linear
+from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
+from meshwright.runtime.random import dropout, sdpa
+
+__all__ = [
+    "column_linear",
+    "convert",
+    "cross_entropy_sum",
+    "dropout",
+    "linear",
+    "parse_conversion",
+    "sdpa",
+    "token_mean",
+    "vocab_cross_entropy_sum",
+    "vocab_embedding",
+]
+
+
+@cache
+def parse_conversion(text: str) -> tuple[Type, Type]:
+    """(source, target) of "P -> S(1)"; ValueError says what is wrong."""
+    source, arrow, target = text.partition("->")
+    if not arrow:
+        raise ValueError(f"conversion {text!r} is not SOURCE -> TARGET, as in 'P -> S(1)'")
+    return Type.parse(source), Type.parse(target)
+
+
+def _pad(x: Tensor, axis: Axis, have: Type) -> Tensor:
+    """Zeros, but for this rank's slice."""
+    stacked = x.new_zeros((axis.size, *x.shape))
+    stacked[axis.index] = x
+    return join_shards(stacked, have.dim, have.sections)
+
+
+def _swap(x: Tensor, axis: Axis, have: Type, want: Type) -> Tensor:
+    """From a slice of one dim to a slice of another; of the same dim when only the sections differ."""
+    if have.dim != want.dim:
+        return axis.all_to_all(x, want.dim, have.dim, want.sections, have.sections)
+    return take_shard(axis.all_gather(x, have.dim, have.sections), want.dim, axis.size, axis.index, want.sections)
+
+
+def _collective(x: Tensor, axis: Axis, name: str, have: Type, want: Type) -> Tensor:
+    """One entry of the table of conversions. `have` and `want` are the types of x and of the result (as gradients, in
+    the backward pass)."""
+    match name:
+        case "identity":
+            return x
+        case "first":
+            return x if axis.index == 0 else torch.zeros_like(x)
+        case "slice":
+            return take_shard(x, want.dim, axis.size, axis.index, want.sections)
+        case "pad":
+            return _pad(x, axis, have)
+        case "all-reduce":
+            return axis.all_reduce(x)
+        case "all-gather":
+            return axis.all_gather(x, have.dim, have.sections)
+        case "reduce-scatter":
+            return axis.reduce_scatter(x, want.dim, want.sections)
+        case "all-to-all":
+            return _swap(x, axis, have, want)
+    raise ValueError(f"conversion {have} -> {want} names an unknown collective {name!r}")
+
+
+class _Convert(torch.autograd.Function):
+    """A conversion and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: Type, target: Type) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        return _collective(x, axis, conversion(source, target).forward, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        backward = conversion(ctx.source, ctx.target).backward
+        return _collective(grads[0], ctx.axis, backward, ctx.target, ctx.source), None, None, None
+
+
+_convert: Callable[..., Tensor] = _Convert.apply
+
+
+def convert(x: Tensor, axis: Axis, text: str) -> Tensor:
+    """x from one layout type to another on `axis`: "S(1) -> R", "P -> I", "S(2:64+64) -> S(1)"."""
+    source, target = parse_conversion(text)
+    if axis.size == 1 or source == target:
+        return x
+    return _convert(x, axis, source, target)
+
+
+class _VocabEmbedding(torch.autograd.Function):
+    """Saves the ids only."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int, padding_idx: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.start, ctx.padding_idx = weight.shape[0], start, padding_idx
+        local = ids - start
+        outside = (local < 0) | (local >= weight.shape[0])
+        rows = functional.embedding(local.masked_fill_(outside, 0), weight)
+        return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        local = ids - ctx.start
+        dropped = (local < 0) | (local >= ctx.rows) | (ids == ctx.padding_idx)
+        grad = grads[0].masked_fill(dropped.unsqueeze(-1), 0)
+        local.masked_fill_(dropped, 0)
+        return None, torch.ops.aten.embedding_dense_backward.default(grad, local, ctx.rows, -1, False), None, None
+
+
+_vocab_embedding: Callable[..., Tensor] = _VocabEmbedding.apply
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int = -1) -> Tensor:
+    """Rows `ids` of a table of which this rank holds its shard (V / n, H): P over `axis`, zero for rows elsewhere.
+
+    ids (...) -> (..., H). Row `padding_idx` (an id of the whole vocabulary) gets no gradient.
+    """
+    start = axis.index * weight.shape[0]
+    return _vocab_embedding(ids, weight, start, padding_idx)
