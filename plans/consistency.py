@@ -39,7 +39,7 @@ def check_stages(layers: Sequence[Sequence[str]], mesh: Mesh | None, chunks: int
     if mesh is not None and len(layers) != mesh.pp * chunks:
         raise Conflict(
             "stages",
-            f"found {len(layers)} stages, expected pp * chunks = {mesh.pp} * {chunks} = {mesh.pp * chunks}; "
+            f"found a list of {len(layers)}, expected pp * chunks = {mesh.pp} * {chunks} = {mesh.pp * chunks} stages; "
             "leave stages out to have them chosen",
         )
     stage_of: dict[str, int] = {}

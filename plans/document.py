@@ -29,7 +29,7 @@ from meshwright.plans.available import unavailable
 from meshwright.plans.consistency import Conflict, check_batch, check_parameters, check_segments, check_stages
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
-from meshwright.plans.mesh import Mesh
+from meshwright.plans.mesh import AXES, Mesh
 from meshwright.plans.patterns import expand_all, expand_mapping
 from meshwright.plans.signature import Signature
 from meshwright.plans.units import parse_bytes
@@ -47,9 +47,14 @@ def _to_mesh(value: object) -> Mesh:
         return value
     if isinstance(value, str):
         return Mesh.parse(value)
-    if isinstance(value, Mapping) and all(isinstance(axis, str) for axis in value):
-        return Mesh.of(value)
-    raise ValueError(f"found {value!r}, expected sizes by axis such as {{pp: 2, tp: 2}}")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"found {value!r}, expected sizes by axis such as {{pp: 2, tp: 2}}")
+    for axis, size in value.items():
+        if axis not in AXES:
+            raise Conflict(f"mesh.{axis}", f"unknown axis; the axes are {', '.join(AXES)}")
+        if type(size) is not int or size < 1:
+            raise Conflict(f"mesh.{axis}", f"found {size!r}, expected a whole number of 1 or more")
+    return Mesh.of(value)
 
 
 def _to_layout(value: object) -> Layout:
@@ -84,20 +89,21 @@ def _to_model(value: object) -> object:
     return {"source": value} if isinstance(value, str) else value
 
 
+_BYTES_SCHEMA: dict[str, object] = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}
 _LAYOUT_SCHEMA: dict[str, object] = {"type": "string"}
 _MODULE_SCHEMA: dict[str, object] = {
     "anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}]
 }
 _MESH_SCHEMA: dict[str, object] = {
     "type": "object",
-    "properties": {axis: {"type": "integer", "minimum": 1} for axis in ("pp", "dp", "cp", "tp", "ep")},
+    "properties": {axis: {"type": "integer", "minimum": 1} for axis in AXES},
     "additionalProperties": False,
 }
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
 Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 MeshField = Annotated[
     Mesh, PlainValidator(_to_mesh), PlainSerializer(lambda m: dict(m.sizes())), WithJsonSchema(_MESH_SCHEMA)
@@ -186,12 +192,12 @@ class Kind(KindDeclaration):
 
 
 class Predicted(Frozen):
-    """Predicted cost of a step. `bubble`: idle share of all ranks' time. `collectives`: what the cost model lists."""
+    """Predicted cost of a step. `bubble`: idle share of all ranks' time. `collectives`: seconds by collective."""
 
     step_s: Seconds
     tokens_per_s: Seconds
     bubble: Seconds
-    collectives: Mapping[str, float | Mapping[str, float]] = {}
+    collectives: Mapping[str, Seconds] = {}
 
 
 class Declaration(Frozen):

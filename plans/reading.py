@@ -50,6 +50,10 @@ EXPECTED: Mapping[str, str] = {
     "stages.forward_s": "predicted seconds of a micro-batch's forward, 0 or more",
     "stages.backward_s": "predicted seconds of a micro-batch's backward, 0 or more",
     "stages.memory": "predicted bytes: parameters, gradients, optimizer and activations",
+    "stages.memory.parameters": "bytes, 0 or more",
+    "stages.memory.gradients": "bytes, 0 or more",
+    "stages.memory.optimizer": "bytes, 0 or more",
+    "stages.memory.activations": "bytes, 0 or more",
     "parameters": "layouts by parameter name such as model.layers.{0..15}.mlp.up_proj.weight: S(0)@tp",
     "kinds": "segments and layouts by kind of segment",
     "kinds.segments": "a list of segment names such as 'model.layers.{0..15}'",
@@ -59,6 +63,7 @@ EXPECTED: Mapping[str, str] = {
     "predicted.step_s": "seconds, 0 or more",
     "predicted.tokens_per_s": "a number of 0 or more",
     "predicted.bubble": "a share of time, 0 or more",
+    "predicted.collectives": "seconds by collective",
     "decisions": "the digest that compile wrote",
     "programs": "digests by file name, as compile wrote them",
 }
@@ -66,19 +71,25 @@ EXPECTED: Mapping[str, str] = {
 
 def read_plan(data: object, where: str = "plan.yaml") -> PlanDocument:
     """The plan that `data` (from YAML) is; InputError in one line when it is not one."""
+    if not isinstance(data, Mapping):
+        raise InputError(_not_keys(data, where))
     return _read(PlanDocument, data, where, ())
 
 
 def read_declaration(data: object, options: Mapping[str, object], where: str) -> Declaration:
     """The declaration of a file's `data`, command-line `options` laid over it; errors name `where` or the option."""
     if not isinstance(data, Mapping):
-        raise InputError(f"{where}: found {_found(data)}, expected keys of a plan such as mesh and seq")
+        raise InputError(_not_keys(data, where))
     return _read(Declaration, {**data, **options}, where, tuple(options))
 
 
 def read_signature(data: object, where: str) -> Signature:
     """The signature that `data` (from JSON) is."""
     return _read(Signature, data, where, ())
+
+
+def _not_keys(data: object, where: str) -> str:
+    return f"{where}: found {_found(data)}, expected keys of a plan such as mesh and stages"
 
 
 def _read(model: type[M], data: object, where: str, options: Sequence[str]) -> M:
@@ -90,10 +101,9 @@ def _read(model: type[M], data: object, where: str, options: Sequence[str]) -> M
         location, message = _explain(model, problems[0]["loc"], problems[0])
     if not location:
         raise InputError(f"{where}: {message}")
-    key = location.split(".")[0].split("[")[0]
+    key, dot, rest = location.partition(".")
     if key in options:
-        location = "--" + location.replace("_", "-", key.count("_"))
-        raise InputError(f"{location}: {message}")
+        raise InputError(f"{_option(key)}: {rest}{': ' if dot else ''}{message}")
     raise InputError(f"{where}: {location}: {message}")
 
 
@@ -113,6 +123,10 @@ def _explain(model: type[BaseModel], loc: tuple[int | str, ...], problem: Mappin
     if problem["type"] == "missing":
         return path, f"missing; expected {expected}"
     return path, f"found {_found(problem['input'])}, expected {expected}"
+
+
+def _option(key: str) -> str:
+    return "MODEL" if key == "model" else "--" + key.replace("_", "-")
 
 
 def _path(loc: Sequence[int | str]) -> str:

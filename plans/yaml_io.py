@@ -134,6 +134,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _refuse_tag(_: _Loader, node: yaml.Node) -> object:
+    raise yaml.constructor.ConstructorError(None, None, f"tag {node.tag} is not read", node.start_mark)
+
+
+_Loader.add_constructor(None, _refuse_tag)
+
 _RESOLVERS = (
     ("bool", r"true|false|True|False|TRUE|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]{1,300}", "-+0123456789"),
