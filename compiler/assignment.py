@@ -1,0 +1,146 @@
+"""From a plan's layouts to one strategy per op class: the "apply" half of layouts.
+
+A plan names the layout of every op's (first) result, per kind, and the storage layout of every parameter. The strategy of an op is the
+legal one with that result type; where several are, the one whose operands need the least communication. What is not legal is an
+InputError that names the plan's key.
+
+    legal_strategies(kinds, ...)   every strategy of every op class on one axis, with the sizes that were refused
+    assign(kinds, ...)             Assignment for given result and parameter types
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.compiler.graph import Graph, Level
+from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.labels import BATCH, SEQUENCE, banned_factors, label_values
+from meshwright.compiler.rules.factors import Call, Refusal, Strategy, strategies
+from meshwright.compiler.rules.table import factors_of
+from meshwright.plans.errors import InputError
+from meshwright.plans.layout import I, Type, conversion
+
+OpClass = tuple[str, int]
+TRAFFIC = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
+@dataclass(frozen=True)
+class Legal:
+    """Legal strategies per op class on one axis, refused factors, and op classes whose op has no rule."""
+
+    axis: str
+    ranks: int
+    strategies: Mapping[OpClass, tuple[Strategy, ...]]
+    refusals: Mapping[OpClass, tuple[Refusal, ...]]
+    without_rule: tuple[OpClass, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One strategy per op class and one type per parameter, on one axis."""
+
+    kinds: Kinds
+    axis: str
+    ranks: int
+    strategies: Mapping[OpClass, Strategy]
+    parameters: Mapping[str, Type]
+
+    @cached_property
+    def types(self) -> dict[str, Type]:
+        """Type of every value of the graph: op results, parameters by graph name; all else is I."""
+        found = {p.value.name: self.parameters.get(p.path, I) for p in self.kinds.graph.parameters}
+        for i, op_class in self.kinds.class_of_op.items():
+            for value, type_ in zip(self.kinds.graph.ops[i].results, self.strategies[op_class].results, strict=True):
+                found[value.name] = type_
+        return found
+
+    def type_of(self, name: str) -> Type:
+        return self.types.get(name, I)
+
+
+def section_table(graph: Graph) -> dict[int, list[tuple[int, ...]]]:
+    """Every way in which the graph takes a dim apart: results of split and chunk, and packed views."""
+    found: dict[int, dict[tuple[int, ...], None]] = {}
+    for op in graph.ops:
+        if op.level is not Level.COMPUTE:
+            continue
+        operands = tuple(graph.values[n] for n in op.operands)
+        if op.target in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"):
+            before = operands[0].shape
+            dim = next((d for d, n in enumerate(before) if n != op.results[0].shape[d]), None)
+            if dim is not None:
+                sizes = tuple(r.shape[dim] for r in op.results)
+                found.setdefault(before[dim], {})[sizes] = None
+        elif op.target.startswith("aten.view") or op.target.startswith("aten.reshape"):
+            factors = factors_of(Call(op, operands, op.results))
+            for extra in factors.extra if factors else ():
+                for type_, value in zip((*extra.operands, *extra.results), (*operands, *op.results), strict=True):
+                    if type_.sections:
+                        found.setdefault(value.shape[type_.dim], {})[type_.sections] = None
+    return {size: list(ways) for size, ways in found.items()}
+
+
+def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: bool) -> Legal:
+    """Every legal strategy of every op class. The batch is never sharded here: that is dp's work."""
+    graph = kinds.graph
+    labels = label_values(graph)
+    banned = frozenset({BATCH} if sequence_parallel else {BATCH, SEQUENCE})
+    table = section_table(graph)
+    legal: dict[OpClass, tuple[Strategy, ...]] = {}
+    refusals: dict[OpClass, tuple[Refusal, ...]] = {}
+    without_rule = []
+    for name, kind in kinds.by_name.items():
+        for position, i in enumerate(kind.representative.ops):
+            op = graph.ops[i]
+            call = kinds.call(op)
+            factors = factors_of(call)
+            if factors is None:
+                without_rule.append((name, position))
+            refused_factors = banned_factors(op, graph, labels, banned)
+            legal[name, position], refusals[name, position] = strategies(call, factors, ranks, table, refused_factors)
+    return Legal(axis, ranks, legal, refusals, tuple(without_rule))
+
+
+def traffic(source: Type, target: Type) -> int:
+    """A rough weight of a conversion, to choose between strategies with the same result."""
+    pair = conversion(source, target)
+    return TRAFFIC.get(pair.forward, 0) + TRAFFIC.get(pair.backward, 0)
+
+
+def assign(
+    kinds: Kinds, legal: Legal, results: Mapping[OpClass, Type], parameters: Mapping[str, Type]
+) -> Assignment:
+    """The strategies that a plan means. InputError when a result type is not legal for its op."""
+    graph = kinds.graph
+    known: dict[str, Type] = {p.value.name: parameters.get(p.path, I) for p in graph.parameters}
+    chosen: dict[OpClass, Strategy] = {}
+    for name, kind in kinds.by_name.items():
+        for position, i in enumerate(kind.representative.ops):
+            op = graph.ops[i]
+            wanted = results[name, position]
+            fitting = [s for s in legal.strategies[name, position] if s.results[0] == wanted]
+            if not fitting:
+                raise InputError(illegal(kinds, legal, (name, position), wanted))
+            best = min(
+                fitting,
+                key=lambda s: sum(
+                    traffic(known.get(n, I), t) for n, t in dict(zip(op.operands, s.operands, strict=True)).items()  # noqa: B023
+                ),
+            )
+            chosen[name, position] = best
+            known.update((r.name, t) for r, t in zip(op.results, best.results, strict=True))
+    return Assignment(kinds, legal.axis, legal.ranks, chosen, parameters)
+
+
+def illegal(kinds: Kinds, legal: Legal, op_class: OpClass, wanted: Type) -> str:
+    """The error for a layout that an op cannot have."""
+    kind, position = op_class
+    module, name = kinds.keys[kind][position]
+    options = sorted({str(s.results[0]) for s in legal.strategies[op_class]})
+    shape = list(kinds.op(kind, position).results[0].shape)
+    return (
+        f"plan.yaml: kinds.{kind}.layouts.{module}: {name} of shape {shape} cannot be {wanted}@{legal.axis} "
+        f"on {legal.axis}={legal.ranks}; it can be {', '.join(options)}"
+    )

@@ -1,0 +1,172 @@
+"""One function per kind of segment: the ops of its representative, on local shapes, with conversions where types differ.
+
+A function is `run_KIND(rt, w, externals..., index)`: `rt` the runtime context, `w` the segment's own parameters by relative name,
+`index` the segment's number in the model (it seeds dropout). It returns the values that other segments read.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.emission.lowering import Site, expression
+from meshwright.compiler.graph import Graph, Op, Segment, Value
+from meshwright.compiler.kinds import Kinds, relative, short_name
+from meshwright.compiler.rules.factors import Strategy
+from meshwright.plans.layout import I, R, Layout, Type, conversion
+from meshwright.plans.mesh import Mesh
+
+
+def identifier(text: str) -> str:
+    """A Python name for any text."""
+    name = re.sub(r"\W", "_", text).strip("_") or "value"
+    return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
+
+
+def function_name(kind: str) -> str:
+    return f"run_{identifier(kind)}"
+
+
+@dataclass
+class Names:
+    """Hands out names that are not taken."""
+
+    taken: set[str] = field(default_factory=set)
+
+    def new(self, wanted: str) -> str:
+        name, number = identifier(wanted), 0
+        while name in self.taken:
+            number += 1
+            name = f"{identifier(wanted)}_{number}"
+        self.taken.add(name)
+        return name
+
+
+def settled(type_: Type, value: Value) -> Type:
+    """R and I are one type where no gradient flows."""
+    return I if type_ == R and not value.requires_grad else type_
+
+
+def local_shape(value: Value, type_: Type, axis: str, mesh: Mesh) -> tuple[int, ...]:
+    return Layout.of({axis: type_}).local_shape(value.shape, mesh)
+
+
+def suffix(type_: Type) -> str:
+    return identifier(str(type_).lower()).strip("_").replace("__", "_")
+
+
+class FunctionWriter:
+    """Writes the function of one kind."""
+
+    def __init__(self, assignment: Assignment, mesh: Mesh, kind: str) -> None:
+        self.assignment = assignment
+        self.kinds: Kinds = assignment.kinds
+        self.graph: Graph = assignment.kinds.graph
+        self.mesh = mesh
+        self.kind = self.kinds.by_name[kind]
+        self.segment: Segment = self.kind.representative
+        self.names = Names({"rt", "w", "index", "torch", "ops", "aten", assignment.axis})
+        self.texts: dict[str, str] = {}
+        self.converted: dict[tuple[str, Type], str] = {}
+        self.lines: list[str] = []
+        self.sites = 0
+
+    def text(self) -> str:
+        """The whole function."""
+        externals = [self.external(name) for name in self.kinds.externals(self.segment)]
+        module = ""
+        for position, i in enumerate(self.segment.ops):
+            op = self.graph.ops[i]
+            if op.module != module and op.module:
+                module = op.module
+                self.lines.append(f"# {relative(module, self.segment.prefix) if module != self.segment.prefix else 'layer'}")
+            self.write(op, self.assignment.strategies[self.kind.name, position])
+        results = [self.texts[v.name] for v in self.kinds.result_values(self.segment)]
+        returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        header = f"def {function_name(self.kind.name)}(rt, w, {''.join(e + ', ' for e in externals)}index):"
+        axis = self.assignment.axis
+        uses_axis = any(f"{axis}" in re.split(r"\W", line.split("#")[0]) for line in self.lines)
+        bind = [f'{axis} = rt.axis("{axis}")'] if uses_axis else []
+        body = [f'"""{self.title()}"""', *bind, *self.lines, f"return {returned}"]
+        return "\n".join([header, *(f"    {line}" for line in body)])
+
+    def title(self) -> str:
+        names = [s.name for s in self.kind.members]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}: {len(names)} alike"
+
+    def external(self, name: str) -> str:
+        """Names a value that the function is called with."""
+        i = self.graph.producers.get(name)
+        wanted = name
+        if name in self.graph.parameter_of:
+            wanted = self.graph.parameter_of[name].path.replace(".", "_")
+        elif i is not None and i in self.kinds.class_of_op:
+            wanted = "hidden"
+        elif i is not None:
+            wanted = short_name(self.graph.ops[i].target)
+        self.texts[name] = self.names.new(wanted)
+        return self.texts[name]
+
+    def operand(self, name: str) -> str:
+        """Text of a value in its own type."""
+        if name not in self.texts:
+            own = relative(self.graph.parameter_of[name].path, self.segment.prefix)
+            self.texts[name] = f'w["{own}"]'
+        return self.texts[name]
+
+    def convert(self, name: str, target: Type) -> str:
+        """Text of a value as `target`; the conversion is written where it is first needed."""
+        value = self.graph.values[name]
+        source, target = settled(self.assignment.type_of(name), value), settled(target, value)
+        text = self.operand(name)
+        if source == target:
+            return text
+        if (name, target) not in self.converted:
+            base = text if text.isidentifier() else identifier(self.graph.parameter_of[name].path.split(".")[-1])
+            new = self.names.new(f"{base}_{suffix(target)}")
+            pair = conversion(source, target)
+            comment = pair.forward + (f"; backward {pair.backward}" if value.requires_grad else "")
+            self.lines.append(f'{new} = ops.convert({text}, {self.assignment.axis}, "{source} -> {target}")  # {comment}')
+            self.converted[name, target] = new
+        return self.converted[name, target]
+
+    def write(self, op: Op, strategy: Strategy) -> None:
+        """One op: conversions of its operands, then the assignment of its results."""
+        needs = dict(zip(op.operands, strategy.operands, strict=True))
+        texts = {name: self.convert(name, need) for name, need in needs.items()}
+        shapes = tuple(
+            local_shape(v, t, self.assignment.axis, self.mesh) for v, t in zip(op.results, strategy.results, strict=True)
+        )
+        text = expression(self.site(op, strategy, texts, shapes))
+        names = [self.names.new(short_name(op.target)) for _ in op.results]
+        self.texts.update(zip((r.name for r in op.results), names, strict=True))
+        layout = "" if strategy.results[0] == I else f"  # {strategy.results[0]} {list(shapes[0])}"
+        self.lines.append(f"{', '.join(names)} = {text}{layout}")
+
+    def site(self, op: Op, strategy: Strategy, texts: Mapping[str, str], shapes: tuple[tuple[int, ...], ...]) -> Site:
+        self.sites += 1
+        sharded = f'("{self.assignment.axis}",)' if strategy.results[0].kind == "S" else "()"
+        seed = f"rt.seed(index, {self.sites}, {sharded})"
+        axis = self.assignment.axis
+        return Site(self.kinds.call(op), strategy, texts, shapes, axis, self.assignment.ranks, seed)
+
+
+def invariant(op: Op) -> Strategy:
+    """The strategy of ops outside segments: the same on every rank."""
+    return Strategy("", (I,) * len(op.operands), (I,) * len(op.results))
+
+
+def plain_lines(graph: Graph, kinds: Kinds, indices: Iterable[int], texts: dict[str, str]) -> list[str]:
+    """CONSTANT and INPUT ops, one line each; `texts` is filled with the names of their results."""
+    lines = []
+    for i in indices:
+        op = graph.ops[i]
+        shapes = tuple(r.shape for r in op.results)
+        site = Site(kinds.call(op), invariant(op), texts, shapes, "", 1, "0")
+        for result in op.results:
+            texts[result.name] = identifier(result.name)
+        lines.append(f"{', '.join(texts[r.name] for r in op.results)} = {expression(site)}")
+    return lines

@@ -1,0 +1,348 @@
+"""The program of one pipeline stage: a Python module, the same for all ranks of the stage.
+
+    PARAMETERS  patterns of the parameters it uses          RECEIVES, SENDS  boundary values: (name, local shape, dtype, requires_grad)
+    INPUTS      model inputs it reads                       BUFFERS          model buffers its constants read
+    constants(rt, buffers)                                  run once at load
+    counts(rt, constants, inputs)                           loss targets of one micro-batch, one number per denominator it uses
+    forward(rt, w, constants, inputs, received, denominators)   what SENDS says, or (loss,) on the last stage
+
+A value made before stage k and needed at or after it is received by k; what later stages need is passed on. Values that depend on no
+parameter (masks, positions, rotary tables) are made again in every stage that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.emission.function import FunctionWriter, function_name, identifier, local_shape, plain_lines
+from meshwright.compiler.graph import Graph, Level, Segment, Value
+from meshwright.compiler.kinds import Kinds
+from meshwright.plans.layout import I, Layout, conversion
+from meshwright.plans.mesh import Mesh
+from meshwright.plans.patterns import compress
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A graph cut into stages: which segments each has, and which values cross."""
+
+    assignment: Assignment
+    mesh: Mesh
+    stages: tuple[tuple[Segment, ...], ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.assignment.kinds.graph
+
+    @property
+    def kinds(self) -> Kinds:
+        return self.assignment.kinds
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Stage of each segment by name."""
+        return {s.name: k for k, segments in enumerate(self.stages) for s in segments}
+
+    @cached_property
+    def crossings(self) -> tuple[tuple[Value, ...], ...]:
+        """For each stage, the values it receives, in the order in which they are made."""
+        received: list[list[Value]] = [[] for _ in self.stages]
+        for segment in self.graph.segments:
+            made_in = self.stage_of[segment.name]
+            for value in self.kinds.result_values(segment):
+                last = max(
+                    (
+                        self.stage_of[self.kinds.segment_of_op[i].name]
+                        for i in self.graph.consumers.get(value.name, ())
+                        if i in self.kinds.segment_of_op
+                    ),
+                    default=made_in,
+                )
+                for k in range(made_in + 1, last + 1):
+                    received[k].append(value)
+        return tuple(map(tuple, received))
+
+    def boundary(self, stage: int) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:
+        """RECEIVES of a stage."""
+        axis = self.assignment.axis
+        return tuple(
+            (v.name, local_shape(v, self.assignment.type_of(v.name), axis, self.mesh), v.dtype, v.requires_grad)
+            for v in self.crossings[stage]
+        )
+
+
+@dataclass(frozen=True)
+class StageReads:
+    """What a stage reads from outside its segments."""
+
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+    constant_ops: tuple[int, ...]
+    input_ops: tuple[int, ...]
+    count_ops: tuple[int, ...]
+    inputs: tuple[str, ...]
+    count_inputs: tuple[str, ...]
+    buffers: tuple[tuple[str, str], ...]
+    denominators: tuple[int, ...]
+
+
+def slice_back(graph: Graph, wanted: Iterable[str], level: Level) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ops of one level that `wanted` values need, in program order, and every value that those ops read from elsewhere."""
+    stack, ops, leaves = list(wanted), set[int](), dict[str, None]()
+    seen: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        i = graph.producers.get(name)
+        if i is None or graph.ops[i].level is not level:
+            leaves[name] = None
+            continue
+        ops.add(i)
+        stack.extend(graph.ops[i].operands)
+    return tuple(sorted(ops)), tuple(leaves)
+
+
+def stage_reads(staging: Staging, stage: int) -> StageReads:
+    """Everything that a stage needs besides received values."""
+    graph, kinds = staging.graph, staging.kinds
+    segments = staging.stages[stage]
+    externals = dict.fromkeys(name for s in segments for name in kinds.externals(s))
+    used = {name for s in segments for i in s.ops for name in graph.ops[i].operands}
+    denominators = tuple(j for j, v in enumerate(graph.denominators) if v.name in used)
+    input_ops, leaves = slice_back(graph, externals, Level.INPUT)
+    count_ops, count_leaves = slice_back(graph, [graph.counts[j] for j in denominators], Level.INPUT)
+    constant_ops, constant_leaves = slice_back(graph, [*leaves, *count_leaves], Level.CONSTANT)
+    made_once = {r.name for i in constant_ops for r in graph.ops[i].results}
+    read = [n for i in (*input_ops, *count_ops) for n in graph.ops[i].operands]
+    direct = [*externals, *read, *(graph.counts[j] for j in denominators)]
+    buffers = {b.name: path for b, path in graph.buffers}
+    constants = tuple(dict.fromkeys(n for n in direct if n in made_once or n in buffers))
+    model_inputs = [v.name for v in graph.inputs]
+    return StageReads(
+        parameters=tuple(p.path for p in graph.parameters if p.value.name in used),
+        constants=constants,
+        constant_ops=constant_ops,
+        input_ops=input_ops,
+        count_ops=count_ops,
+        inputs=tuple(n for n in model_inputs if n in leaves),
+        count_inputs=tuple(n for n in model_inputs if n in count_leaves),
+        buffers=tuple((n, buffers[n]) for n in buffers if n in constant_leaves or n in constants),
+        denominators=denominators,
+    )
+
+
+def emit_stage(staging: Staging, stage: int) -> str:
+    """The text of a stage's program."""
+    graph = staging.graph
+    reads = stage_reads(staging, stage)
+    segments = staging.stages[stage]
+    names = compress([s.name for s in segments])
+    kinds = tuple(dict.fromkeys(s.kind for s in segments))
+    last = stage + 1 == len(staging.stages)
+    header = [
+        f'"""Stage {stage} of {len(staging.stages)}: {", ".join(names)}. Emitted by meshwright; edit the plan, not this file."""',
+        "",
+        "import torch",
+        "",
+        "from meshwright.runtime import ops",
+        "",
+        "aten = torch.ops.aten",
+        "",
+        table("PARAMETERS", compress(list(reads.parameters))),
+        table("RECEIVES", staging.boundary(stage)),
+        table("SENDS", () if last else staging.boundary(stage + 1)),
+        table("INPUTS", tuple(dict.fromkeys((*reads.inputs, *reads.count_inputs)))),
+        table("BUFFERS", tuple(path for _, path in reads.buffers)),
+    ]
+    functions = [FunctionWriter(staging.assignment, staging.mesh, kind).text() for kind in kinds]
+    parts = ["\n".join(header), constants_text(graph, staging.kinds, reads), counts_text(graph, staging.kinds, reads)]
+    return "\n\n\n".join([*parts, *functions, ForwardWriter(staging, stage, reads).text()]) + "\n"
+
+
+def table(name: str, rows: Iterable[object]) -> str:
+    """A module-level tuple, one row a line when it is long."""
+    items = [repr(row) for row in rows]
+    short = f"{name} = ({', '.join(items)}{',' if len(items) == 1 else ''})"
+    return short if len(short) <= 110 else "\n".join([f"{name} = (", *(f"    {item}," for item in items), ")"])
+
+
+def function(header: str, lines: Iterable[str]) -> str:
+    return "\n".join([header, *(f"    {line}" for line in lines)])
+
+
+def constants_text(graph: Graph, kinds: Kinds, reads: StageReads) -> str:
+    """constants(): what depends on neither inputs nor parameters."""
+    texts = {name: f'buffers["{path}"]' for name, path in reads.buffers}
+    lines = plain_lines(graph, kinds, reads.constant_ops, texts)
+    items = ", ".join(f'"{identifier(n)}": {texts[n]}' for n in reads.constants)
+    return function("def constants(rt, buffers):", [*lines, f"return {{{items}}}"])
+
+
+def bind_constants(graph: Graph, reads: StageReads, ops: tuple[int, ...], extra: Iterable[str], texts: dict[str, str]) -> list[str]:
+    """Lines that bind the constants which some ops, or extra values, are."""
+    wanted = {n for i in ops for n in graph.ops[i].operands} | set(extra)
+    found = [n for n in reads.constants if n in wanted]
+    texts.update((n, identifier(n)) for n in found)
+    return [f'{identifier(n)} = constants["{identifier(n)}"]' for n in found]
+
+
+def counts_text(graph: Graph, kinds: Kinds, reads: StageReads) -> str:
+    """counts(): this micro-batch's loss targets."""
+    texts = {n: identifier(n) for n in reads.count_inputs}
+    wanted = [graph.counts[j] for j in reads.denominators]
+    lines = [f'{identifier(n)} = inputs["{n}"]' for n in reads.count_inputs]
+    lines += bind_constants(graph, reads, reads.count_ops, wanted, texts)
+    lines += plain_lines(graph, kinds, reads.count_ops, texts)
+    items = ", ".join(texts[n] for n in wanted)
+    return function("def counts(rt, constants, inputs):", [*lines, f"return ({items}{',' if len(wanted) == 1 else ''})"])
+
+
+class ForwardWriter:
+    """Writes forward(): inputs, then one call per segment, runs of alike layers as loops."""
+
+    def __init__(self, staging: Staging, stage: int, reads: StageReads) -> None:
+        self.staging = staging
+        self.graph, self.kinds = staging.graph, staging.kinds
+        self.stage, self.reads = stage, reads
+        self.segments = staging.stages[stage]
+        self.number = {s.name: i for i, s in enumerate(self.graph.segments)}
+        self.texts: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def text(self) -> str:
+        for name in self.reads.inputs:
+            self.texts[name] = identifier(name)
+            self.lines.append(f'{identifier(name)} = inputs["{name}"]')
+        externals = [n for s in self.segments for n in self.kinds.externals(s)]
+        self.lines += bind_constants(self.graph, self.reads, self.reads.input_ops, externals, self.texts)
+        self.lines += plain_lines(self.graph, self.kinds, self.reads.input_ops, self.texts)
+        received = self.staging.crossings[self.stage]
+        if received:
+            self.texts.update((v.name, identifier(v.name)) for v in received)
+            self.lines.append(f"{', '.join(identifier(v.name) for v in received)}{',' if len(received) == 1 else ''} = received")
+        for j, value in enumerate(self.graph.denominators):
+            self.texts[value.name] = f"denominators[{self.reads.denominators.index(j)}]" if j in self.reads.denominators else ""
+        index = 0
+        while index < len(self.segments):
+            length = self.run_length(index)
+            self.write_loop(index, length) if length > 1 else self.write_call(self.segments[index])
+            index += length
+        self.lines.append(f"return {self.returned()}")
+        return function("def forward(rt, w, constants, inputs, received, denominators):", self.lines)
+
+    def returned(self) -> str:
+        if self.stage + 1 < len(self.staging.stages):
+            sent = [self.texts[v.name] for v in self.staging.crossings[self.stage + 1]]
+            return f"({', '.join(sent)}{',' if len(sent) == 1 else ''})"
+        loss, type_ = self.texts[self.graph.loss], self.staging.assignment.type_of(self.graph.loss)
+        if type_ == I:
+            return f"({loss},)"
+        axis = self.staging.assignment.axis
+        comment = conversion(type_, I)
+        self.lines.append(f'loss = ops.convert({loss}, rt.axis("{axis}"), "{type_} -> I")  # {comment.forward}')
+        return "(loss,)"
+
+    def argument(self, name: str) -> str:
+        if name in self.texts:
+            return self.texts[name]
+        return f'w["{self.graph.parameter_of[name].path}"]'
+
+    def call(self, segment: Segment, arguments: list[str], prefix: str, index: str) -> str:
+        """Text of one call. Layers go through rt.layer, which may recompute them."""
+        name = function_name(segment.kind)
+        tail = "".join(f"{a}, " for a in arguments)
+        if not segment.prefix:
+            return f"{name}(rt, w, {tail}{index})"
+        return f"rt.layer({name}, w.at({prefix}), {tail}{index})"
+
+    def write_call(self, segment: Segment) -> None:
+        results = self.kinds.result_values(segment)
+        self.texts.update((v.name, identifier(v.name)) for v in results)
+        arguments = [self.argument(n) for n in self.kinds.externals(segment)]
+        call = self.call(segment, arguments, f'"{segment.prefix}."', str(self.number[segment.name]))
+        self.lines.append(f"{', '.join(self.texts[v.name] for v in results)} = {call}")
+
+    def link(self, first: Segment, second: Segment) -> tuple[int | None, ...] | None:
+        """For each argument of `second`: the result of `first` it is, or None when both take the same value. None: neither."""
+        made = [v.name for v in self.kinds.result_values(first)]
+        links: list[int | None] = []
+        for before, after in zip(self.kinds.externals(first), self.kinds.externals(second), strict=True):
+            if after in made:
+                links.append(made.index(after))
+            elif before == after:
+                links.append(None)
+            else:
+                return None
+        return tuple(links)
+
+    def only_for_next(self, segment: Segment, following: Segment) -> bool:
+        """Whether a layer's results are read by the next layer alone."""
+        readers = {
+            self.kinds.segment_of_op[i].name
+            for v in self.kinds.result_values(segment)
+            for i in self.graph.consumers.get(v.name, ())
+            if i in self.kinds.segment_of_op
+        }
+        return readers <= {following.name}
+
+    def run_length(self, start: int) -> int:
+        """Number of segments from `start` that one loop can run."""
+        first = self.segments[start]
+        length, links = 1, None
+        while start + length < len(self.segments):
+            previous, following = self.segments[start + length - 1 : start + length + 1]
+            if following.kind != first.kind or not first.prefix or not consecutive(previous.prefix, following.prefix):
+                break
+            found = self.link(previous, following)
+            if found is None or (links is not None and found != links) or not self.only_for_next(previous, following):
+                break
+            links, length = found, length + 1
+        return length
+
+    def write_loop(self, start: int, length: int) -> None:
+        """A run of alike layers: the chained values live in variables named after the last layer's results."""
+        first, second, last = (self.segments[i] for i in (start, start + 1, start + length - 1))
+        links = self.link(first, second) or ()
+        results = [identifier(v.name) for v in self.kinds.result_values(last)]
+        arguments = [self.argument(n) for n in self.kinds.externals(first)]
+        for position, result in enumerate(links):
+            if result is not None:
+                if results[result] != arguments[position]:
+                    self.lines.append(f"{results[result]} = {arguments[position]}")
+                arguments[position] = results[result]
+        stem, low, high = loop_prefix(first.prefix, last.prefix)
+        shift = self.number[first.name] - low
+        index = "i" if not shift else f"i {'+' if shift > 0 else '-'} {abs(shift)}"
+        self.lines.append(f"for i in range({low}, {high + 1}):")
+        call = self.call(first, arguments, f'f"{stem}"', index)
+        self.lines.append(f"    {', '.join(results)} = {call}")
+        self.texts.update((v.name, identifier(v.name)) for v in self.kinds.result_values(last))
+
+
+def split_index(prefix: str) -> tuple[str, int, str]:
+    """"model.layers.3" -> ("model.layers.", 3, ""); the first integer component counts."""
+    parts = prefix.split(".")
+    place = next(i for i, part in enumerate(parts) if part.isdigit())
+    return "".join(f"{p}." for p in parts[:place]), int(parts[place]), "".join(f".{p}" for p in parts[place + 1 :])
+
+
+def consecutive(first: str, second: str) -> bool:
+    """Whether two layer prefixes differ in their number alone, by one."""
+    a, b = split_index(first), split_index(second)
+    return (a[0], a[1] + 1, a[2]) == b
+
+
+def loop_prefix(first: str, last: str) -> tuple[str, int, int]:
+    """f-string text of a run's prefixes, and the first and last number."""
+    stem, low, tail = split_index(first)
+    return f"{stem}{{i}}{tail}.", low, split_index(last)[1]
+
+
+def parameter_layouts(assignment: Assignment) -> dict[str, Layout]:
+    """Storage layout of every parameter by path."""
+    return {path: Layout.of({assignment.axis: t}) for path, t in assignment.parameters.items()}
