@@ -1,0 +1,188 @@
+"""Capture: a model in, the Graph IR out.
+
+`capture` finds the model, builds it without weight memory, exports it on example inputs, and runs the passes of `PIPELINE` over the raw
+graph; the graph is checked after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshwright.compiler.capture.functionalize import functionalize
+from meshwright.compiler.capture.layers import find_segments
+from meshwright.compiler.capture.loss import split_loss
+from meshwright.compiler.capture.masks import fold_masks
+from meshwright.compiler.capture.simplify import (
+    assign_levels,
+    drop_no_ops,
+    drop_unused,
+    mark_gradients,
+    merge_equal,
+    refuse_random,
+    rename,
+)
+from meshwright.compiler.capture.skeleton import Built, build_model, build_skeleton, default_example, prepare_config
+from meshwright.compiler.capture.source import ModelSource, find_source, load_config, task_of
+from meshwright.compiler.capture.trace import Traced, dtype_name, trace
+from meshwright.compiler.graph import Graph
+from meshwright.plans.errors import InputError
+
+__all__ = [
+    "Captured",
+    "ModelSource",
+    "build_model",
+    "build_skeleton",
+    "capture",
+    "find_source",
+    "load_config",
+]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    graph        the computation of one micro-batch on one data-parallel rank
+    buffers      real tensors of the graph's buffers, by model path
+    source       where the model comes from
+    config_json  the transformers configuration as text, if there is one
+    signature    inputs, parameters, tied names, vocabulary size and unused parameters, as in model/signature.json
+    """
+
+    graph: Graph
+    buffers: dict[str, torch.Tensor]
+    source: ModelSource
+    config_json: str | None
+    signature: dict[str, object]
+
+
+def capture(
+    model: str | nn.Module,
+    example: Mapping[str, object] | None = None,
+    *,
+    task: str | None = None,
+    seq: int,
+    micro_batch: int,
+    attention: str = "sdpa",
+) -> Captured:
+    """Captures MODEL (see source.py) or an nn.Module for micro-batches of `micro_batch` sequences of `seq` tokens."""
+    if isinstance(model, nn.Module):
+        source, built = _given_module(model, task, attention)
+    else:
+        source = find_source(model, task, attention)
+        built = build_skeleton(source)
+    inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
+    traced = trace(built.module, inputs)
+    graph = simplify(traced)
+    buffers = {path: traced.buffers[path].detach().clone().contiguous() for _, path in graph.buffers}
+    return Captured(graph, buffers, source, _config_json(built), _signature(graph, built))
+
+
+def simplify(traced: Traced) -> Graph:
+    """The pass pipeline."""
+
+    def pure(graph: Graph) -> Graph:
+        return functionalize(graph, traced.aliases)
+
+    def fold(graph: Graph) -> Graph:
+        return fold_masks(graph, traced.buffers)
+
+    pipeline: tuple[Callable[[Graph], Graph], ...] = (
+        drop_unused,
+        pure,
+        mark_gradients,
+        drop_no_ops,
+        drop_unused,
+        refuse_random,
+        assign_levels,
+        merge_equal,
+        fold,
+        split_loss,
+        drop_unused,
+        assign_levels,
+        mark_gradients,
+        merge_equal,
+        rename,
+        find_segments,
+    )
+    graph = traced.graph
+    for step in pipeline:
+        graph = step(graph)
+        graph.check()
+    return graph
+
+
+def _given_module(module: nn.Module, task: str | None, attention: str) -> tuple[ModelSource, Built]:
+    """An nn.Module object as a source. Its settings are its own, but for the caches and the experts' form."""
+    kind = type(module)
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    config = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return ModelSource(where, "module", task, attention, True), Built(module.train(), None, None)
+    if not config.architectures:
+        config.architectures = [kind.__name__]
+    task = task_of(config, where, task)
+    prepare_config(config, where, task)
+    if isinstance(module, PreTrainedModel):
+        with contextlib.suppress(ValueError):  # a model without experts says that it has none
+            module.set_experts_implementation("grouped_mm")
+    return ModelSource(where, "module", task, attention, True), Built(module.train(), None, config)
+
+
+def _example(
+    built: Built, example: Mapping[str, object] | None, source: ModelSource, micro_batch: int, seq: int
+) -> dict[str, object]:
+    """Example keyword arguments of the asked batch and sequence sizes."""
+    if example is None:
+        if built.config is None:
+            raise InputError(f"{source.source}: not a transformers model: example inputs are needed, with labels")
+        task = source.task or task_of(built.config, source.source)
+        return default_example(task, built.config, micro_batch, seq)
+    first = next((t for t in example.values() if isinstance(t, torch.Tensor) and t.dim() > 1), None)
+    old_seq = first.shape[1] if first is not None else None
+    resized: dict[str, object] = {}
+    for name, item in example.items():
+        if not isinstance(item, torch.Tensor) or item.dim() == 0:
+            resized[name] = item
+            continue
+        shape = [micro_batch, *item.shape[1:]]
+        if len(shape) > 1 and shape[1] == old_seq and not item.dtype.is_floating_point:
+            shape[1] = seq
+        resized[name] = torch.zeros(shape, dtype=item.dtype)
+    return resized
+
+
+def _config_json(built: Built) -> str | None:
+    if built.config is None:
+        return None
+    content = built.config.to_dict()
+    if not content.get("architectures"):
+        content["architectures"] = [type(built.module).__name__]
+    return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _signature(graph: Graph, built: Built) -> dict[str, object]:
+    """model/signature.json."""
+    named = dict(built.module.named_parameters())
+    used = {parameter.path for parameter in graph.parameters}
+    entries = {
+        path: {"shape": list(p.shape), "dtype": dtype_name(p.dtype), "trainable": p.requires_grad}
+        for path, p in named.items()
+    }
+    first = {id(p): path for path, p in named.items()}
+    every = built.module.named_parameters(remove_duplicate=False)
+    vocabulary = getattr(built.config.get_text_config(), "vocab_size", None) if built.config is not None else None
+    return {
+        "inputs": [{"name": v.name, "shape": list(v.shape), "dtype": v.dtype} for v in graph.inputs],
+        "parameters": {path: entry for path, entry in entries.items() if path in used},
+        "tied": {path: first[id(p)] for path, p in every if first[id(p)] != path},
+        "vocab_size": vocabulary,
+        "unused": {path: entry for path, entry in entries.items() if path not in used},
+    }

@@ -1,0 +1,187 @@
+"""Models, built two ways.
+
+    build_skeleton   for capture: parameters are FakeTensors (no memory, any size), buffers are real tensors on the CPU,
+                     so that the export bakes `cpu` in and constants can be evaluated
+    build_model      for verify and materialize: the real model in float32, from its weights or initialised from the seed
+
+Both are in train mode with the caches off and the experts in the form whose shapes are static.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PretrainedConfig
+
+from meshwright.compiler.capture.source import TASKS, ModelSource, auto_class, load_config
+from meshwright.plans.errors import InputError
+
+HUGE_NUMEL = 1 << 26
+"""Tensors made with more elements than this while a skeleton is built are fake from the start, buffers included."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A module with the keyword arguments to trace it with (None: the task's default) and its configuration, if any."""
+
+    module: nn.Module
+    example: dict[str, object] | None
+    config: PretrainedConfig | None
+
+
+def build_skeleton(source: ModelSource) -> Built:
+    """The model with fake parameters and real buffers."""
+    with _fake_parameters():
+        return _build(source)
+
+
+def build_model(source: ModelSource, seed: int) -> nn.Module:
+    """The real model in float32: its weights where it has some, else transformers' own initialisation from `seed`."""
+    torch.manual_seed(seed)
+    if source.kind == "factory" or not source.has_weights:
+        return _build(source).module.float()
+    config = _prepared_config(source)
+    options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
+    try:
+        module = auto_class(source.task or "").from_pretrained(
+            source.directory, config=config, dtype=torch.float32, **_implementations(source), **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise InputError(f"{source.source}: transformers cannot load these weights: {_first_line(error)}") from error
+    return _ready(module, source)
+
+
+def _build(source: ModelSource) -> Built:
+    """The model from its factory or configuration, in whatever parameter mode is active."""
+    if source.kind == "factory":
+        return _call_factory(source)
+    config = _prepared_config(source)
+    try:
+        module = auto_class(source.task or "").from_config(config, dtype=torch.float32, **_implementations(source))
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise InputError(f"{source.source}: transformers cannot build this model: {_first_line(error)}") from error
+    return Built(_ready(module, source), None, config)
+
+
+def _implementations(source: ModelSource) -> dict[str, str]:
+    return {"attn_implementation": source.attention, "experts_implementation": "grouped_mm"}
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _ready(module: object, source: ModelSource) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{source.source}: expected an nn.Module, found a {type(module).__name__}")
+    return module.train()
+
+
+def _prepared_config(source: ModelSource) -> PretrainedConfig:
+    """The configuration with caches off and, for seq2seq models, a decoder start token."""
+    config = load_config(source)
+    return prepare_config(config, source.source, source.task)
+
+
+def prepare_config(config: PretrainedConfig, where: str, task: str | None) -> PretrainedConfig:
+    """Settings that training needs, made on the configuration itself."""
+    config.use_cache = False
+    text = config.get_text_config()
+    text.use_cache = False
+    if task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        pad = getattr(config, "pad_token_id", None)
+        if pad is None:
+            raise InputError(f"{where}: the configuration has neither decoder_start_token_id nor pad_token_id; set one")
+        config.decoder_start_token_id = pad
+    if task == "sequence-classification" and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0
+    return config
+
+
+def _call_factory(source: ModelSource) -> Built:
+    """Imports `package.module:factory` and calls it."""
+    module_name, _, attribute = source.source.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise InputError(f"{source.source}: cannot import {module_name!r}: {error}") from error
+    except AttributeError as error:
+        raise InputError(f"{source.source}: module {module_name!r} has no {attribute!r}") from error
+    if not callable(factory):
+        raise InputError(f"{source.source}: {attribute!r} is a {type(factory).__name__}, not a callable")
+    made = factory()
+    example = None
+    if isinstance(made, tuple):
+        if len(made) != 2 or not isinstance(made[1], dict):
+            raise InputError(f"{source.source}: expected nn.Module or (nn.Module, example_kwargs) from the factory")
+        made, example = made
+    module = _ready(made, source)
+    config = getattr(module, "config", None)
+    return Built(module, example, config if isinstance(config, PretrainedConfig) else None)
+
+
+def default_example(task: str, config: PretrainedConfig, micro_batch: int, seq: int) -> dict[str, object]:
+    """input_ids and labels for a task. Two tensors: one object given twice would be traced as one input."""
+    entry = TASKS[task]
+    example: dict[str, object] = {"input_ids": torch.zeros(micro_batch, seq, dtype=torch.int64)}
+    if entry.labels == "tokens":
+        example["labels"] = torch.ones(micro_batch, seq, dtype=torch.int64)
+    elif config.num_labels == 1:
+        example["labels"] = torch.ones(micro_batch, dtype=torch.float32)
+    else:
+        example["labels"] = torch.ones(micro_batch, dtype=torch.int64)
+    return example
+
+
+class _HugeFactories(TorchDispatchMode):
+    """Makes the huge tensors of a model's constructor fake: even untouched memory is refused at terabytes."""
+
+    MAKERS = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided"})
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if name in self.MAKERS and args and isinstance(args[0], (list, tuple)):
+            numel = 1
+            for size in args[0]:
+                numel *= size
+            if numel > HUGE_NUMEL:
+                with self.fake:
+                    return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _fake_parameters() -> Iterator[None]:
+    """While active, every parameter that is registered becomes a FakeTensor on the CPU; buffers stay real."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    register = nn.Module.register_parameter
+    made = WeakIdKeyDictionary()
+
+    def register_fake(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is None or isinstance(param, FakeTensor):
+            return register(self, name, param)
+        if param not in made:
+            with fake:
+                data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+                made[param] = nn.Parameter(data, requires_grad=param.requires_grad)
+        register(self, name, made[param])
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    try:
+        with _HugeFactories(fake):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,189 @@
+"""Where a model comes from: the text a user gives as MODEL, resolved to a `ModelSource`, and its configuration.
+
+Kinds
+    directory  a directory with config.json, with or without weights
+    config     a config.json alone
+    gguf       a .gguf file
+    factory    `package.module:factory`, a callable that returns an nn.Module or (module, example_kwargs)
+    hub        a Hugging Face hub id
+    module     an nn.Module object, given to `compile` from Python
+
+Task  the model class is transformers' own choice for (configuration class, task); `task_of` reads the task from the
+      configuration's architectures. Every failure is an `InputError`: what was asked, what was found, what would work.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from meshwright.plans.errors import InputError
+
+
+class AutoClass(Protocol):
+    """What is used of transformers' AutoModelFor... classes."""
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, **kwargs: object) -> object: ...
+
+    @classmethod
+    def from_pretrained(cls, path: str, **kwargs: object) -> object: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: transformers' auto class and mapping, and the shape of the labels ("tokens": (B, S); "sequence": (B,))."""
+
+    auto: str
+    mapping: str
+    labels: str
+
+
+TASKS = {
+    "causal-lm": Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "tokens"),
+    "masked-lm": Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "tokens"),
+    "seq2seq-lm": Task("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "tokens"),
+    "sequence-classification": Task(
+        "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence"
+    ),
+    "token-classification": Task(
+        "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "tokens"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model, found but not built. `source` is absolute for files; `task` is None when no configuration names one."""
+
+    source: str
+    kind: str
+    task: str | None = None
+    attention: str = "sdpa"
+    has_weights: bool = False
+
+    @property
+    def directory(self) -> str:
+        """What transformers loads from: the directory of a file, else the source itself."""
+        return str(Path(self.source).parent) if self.kind in ("gguf", "config") else self.source
+
+    @property
+    def gguf_file(self) -> str | None:
+        return Path(self.source).name if self.kind == "gguf" else None
+
+
+def find_source(text: str, task: str | None = None, attention: str = "sdpa") -> ModelSource:
+    """The MODEL argument as a ModelSource, its task resolved."""
+    if task is not None and task not in TASKS:
+        raise InputError(f"task: found {task!r}, expected one of {', '.join(TASKS)}")
+    kind, source, has_weights = _classify(text)
+    found = ModelSource(source, kind, task, attention, has_weights)
+    if kind == "factory":
+        return found
+    config = load_config(found)
+    return replace(found, task=task_of(config, source, task))
+
+
+def _classify(text: str) -> tuple[str, str, bool]:
+    """(kind, source, has weights) of a MODEL argument."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            ggufs = sorted(path.glob("*.gguf"))
+            hint = f"give {ggufs[0]}" if ggufs else "give a directory that transformers' save_pretrained wrote"
+            raise InputError(f"{text}: no config.json in this directory; {hint}")
+        weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+        return "directory", str(path.resolve()), weights
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return "gguf", str(path.resolve()), True
+        if path.suffix == ".json":
+            return "config", str(path.resolve()), False
+        raise InputError(f"{text}: expected a config.json or a .gguf file, found a {path.suffix or 'plain'} file")
+    if path.suffix in (".json", ".gguf") or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise InputError(f"{text}: no such file or directory")
+    if ":" in text:
+        return "factory", text, True
+    return "hub", text, True
+
+
+def load_config(source: ModelSource) -> PretrainedConfig:
+    """The transformers configuration of a directory, config, gguf or hub source."""
+    if source.kind == "config":
+        _check_config_file(Path(source.source))
+    elif source.kind == "directory":
+        _check_config_file(Path(source.source) / "config.json")
+    options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
+    path = source.directory if source.kind == "gguf" else source.source
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise InputError(_config_error(source, error)) from error
+    if not isinstance(config, PretrainedConfig):
+        raise InputError(f"{source.source}: transformers gave a {type(config).__name__}, not a model configuration")
+    return config
+
+
+def _check_config_file(path: Path) -> None:
+    """A config.json is a JSON object with a model_type that transformers knows."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise InputError(f"{path}: no `model_type` in it; a transformers configuration names its model_type")
+    if content["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" not in content:
+        raise InputError(
+            f"{path}: model_type {content['model_type']!r} is not an architecture that "
+            f"transformers {transformers.__version__} knows"
+        )
+
+
+def _config_error(source: ModelSource, error: BaseException) -> str:
+    """One line for a configuration that transformers could not load."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if source.kind == "hub":
+        return (
+            f"{source.source}: not a file or directory, and not found as a hub id ({first}); give a directory with "
+            f"config.json, a config.json, a .gguf file, package.module:factory, or a hub id that is cached or reachable"
+        )
+    return f"{source.source}: transformers cannot load this configuration: {first}"
+
+
+def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> str:
+    """The task asked for, else the one of the configuration's architectures, else the first that this model type has."""
+    names = {
+        name: getattr(modeling_auto, entry.mapping).get(config.model_type) for name, entry in TASKS.items()
+    }
+    able = [name for name, classes in names.items() if classes is not None]
+    if task is not None:
+        if task not in able:
+            known = ", ".join(able) or "none"
+            raise InputError(f"{where}: model type {config.model_type!r} has no {task} model; tasks it has: {known}")
+        return task
+    for architecture in config.architectures or ():
+        for name, classes in names.items():
+            if architecture == classes or (isinstance(classes, (tuple, list)) and architecture in classes):
+                return name
+    if config.is_encoder_decoder and "seq2seq-lm" in able:
+        return "seq2seq-lm"
+    if not able:
+        raise InputError(
+            f"{where}: model type {config.model_type!r} has a model for none of {', '.join(TASKS)}; "
+            f"give package.module:factory, a callable that returns (module, example_kwargs)"
+        )
+    return able[0]
+
+
+def auto_class(task: str) -> AutoClass:
+    """transformers' auto class of a task."""
+    found: AutoClass = getattr(transformers, TASKS[task].auto)
+    return found

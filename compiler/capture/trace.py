@@ -1,0 +1,373 @@
+"""torch.export to the Graph IR: a module and example inputs in, a raw graph and the buffers it reads out.
+
+The raw graph still has in-place ops and views (see functionalize.py), no-ops and outputs that nothing needs (simplify.py). Already done:
+    getitem          gone: an op with several results lists them
+    dtype and device every form of `to` is aten.to.dtype; device, layout and pin_memory arguments are gone: emission places factories
+    shape only       zeros_like, new_ones and the like become aten.full: they depend on no data
+    grad modes       regions under no_grad are inlined, what leaves them passes through aten.detach
+    tied parameters  one Parameter with aliases
+A custom autograd.Function would be inlined and lose its backward, so it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+
+from meshwright.compiler.graph import Graph, Op, Parameter, Ref, Value
+from meshwright.plans.errors import InputError
+
+INNER = "inner"
+PLACEMENT = ("device", "layout", "pin_memory")
+SHAPE_ONLY = {
+    "zeros_like": 0,
+    "ones_like": 1,
+    "empty_like": 0,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "new_empty": 0,
+    "empty": 0,
+    "full_like": None,
+    "new_full": None,
+}
+"""Ops whose result depends on shapes alone, and the value they fill with (None: their last positional argument)."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A raw graph; `aliases` maps a value to the operand whose storage it shares; `buffers` are values by model path."""
+
+    graph: Graph
+    aliases: dict[str, str]
+    buffers: dict[str, torch.Tensor]
+
+
+class LossOnly(nn.Module):
+    """The model as a function to its scalar loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: object) -> torch.Tensor:
+        return find_loss(self.inner(**inputs))
+
+
+def find_loss(output: object) -> torch.Tensor:
+    """The scalar loss of a model's output: the output itself, its `loss`, or its first item."""
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    elif not isinstance(output, torch.Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise InputError(
+            f"the model gave no scalar loss (found {found}): its example inputs must include labels, "
+            f"and it must return a loss, an output with `.loss`, or a tuple that starts with the loss"
+        )
+    return loss.reshape(())
+
+
+def trace(module: nn.Module, example: Mapping[str, object]) -> Traced:
+    """Exports `module` on example keyword arguments and converts the result."""
+    return _Conversion(module, _export(module, example)).run(example)
+
+
+def _export(module: nn.Module, example: Mapping[str, object]) -> torch.export.ExportedProgram:
+    with _recorded_functions(module) as functions:
+        try:
+            program = torch.export.export(LossOnly(module), (), dict(example), strict=False)
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's forward may raise anything
+            lines = [line for line in str(error).strip().splitlines() if line.strip()]
+            detail = lines[0] if lines else ""
+            raise InputError(
+                f"torch.export cannot trace this model in training: {type(error).__name__}: {detail}"
+            ) from error
+    if functions:
+        listed = ", ".join(sorted(functions))
+        raise InputError(
+            f"the model uses a custom autograd.Function, whose backward torch.export drops: {listed}; "
+            f"register it with torch.library.custom_op and register_autograd instead"
+        )
+    return program
+
+
+@contextlib.contextmanager
+def _recorded_functions(module: nn.Module) -> Iterator[set[str]]:
+    """Names of the custom autograd.Functions applied while active, each with the module that applied it."""
+    found: set[str] = set()
+    paths = {id(child): path for path, child in module.named_modules()}
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
+        if not cls.__module__.startswith("torch."):
+            found.add(f"{cls.__module__}.{cls.__qualname__} in {_calling_module(paths)}")
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = original
+
+
+def _calling_module(paths: Mapping[int, str]) -> str:
+    """Path of the innermost module whose method is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and paths.get(id(owner)):
+            return paths[id(owner)]
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the model"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Conversion:
+    """One fx graph on its way to the IR: `env` maps fx nodes to Refs or literals, `ops` grows in program order."""
+
+    def __init__(self, module: nn.Module, program: torch.export.ExportedProgram) -> None:
+        self.module = module
+        self.program = program
+        self.ops: list[Op] = []
+        self.values: dict[str, Value] = {}
+        self.storages: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def run(self, example: Mapping[str, object]) -> Traced:
+        env: dict[fx.Node, object] = {}
+        inputs, parameters, buffers, tensors = self._placeholders(env, example)
+        loss = self._body(self.program.graph_module, env, no_grad=False)[0]
+        if not isinstance(loss, Ref):
+            raise InputError("the model's loss does not depend on anything: it is a constant")
+        if self.program.graph_signature.buffers_to_mutate:
+            paths = ", ".join(_inner_path(p) for p in self.program.graph_signature.buffers_to_mutate.values())
+            self.notes.append(f"buffers that the model's forward updates keep their values: {paths}")
+        graph = Graph(
+            inputs=inputs,
+            denominators=(),
+            counts=(),
+            parameters=parameters,
+            buffers=buffers,
+            ops=tuple(self.ops),
+            loss=loss.name,
+            notes=tuple(self.notes),
+            batch_dims={value.name: 0 for value in inputs if value.shape},
+        )
+        return Traced(graph, self.aliases, tensors)
+
+    def _placeholders(
+        self, env: dict[fx.Node, object], example: Mapping[str, object]
+    ) -> tuple[tuple[Value, ...], tuple[Parameter, ...], tuple[tuple[Value, str], ...], dict[str, torch.Tensor]]:
+        """Binds the program's placeholders; tied parameters share one value."""
+        specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
+        names = _parameter_names(self.module)
+        inputs: list[Value] = []
+        parameters: dict[str, Parameter] = {}
+        buffers: list[tuple[Value, str]] = []
+        tensors: dict[str, torch.Tensor] = {}
+        real_buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        for node in self.program.graph_module.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            spec = specs[node.name]
+            if spec.kind == InputKind.PARAMETER:
+                path, aliases = names[_inner_path(spec.target or "")]
+                if path not in parameters:
+                    parameter = self.module.get_parameter(path)
+                    value = self._value(_outer_name(node.name), node.meta["val"], parameter.requires_grad)
+                    parameters[path] = Parameter(value, path, aliases, parameter.requires_grad)
+                env[node] = Ref(parameters[path].value.name)
+            elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                path = _inner_path(spec.target or "")
+                value = self._value(_outer_name(node.name), node.meta["val"])
+                buffers.append((value, path))
+                tensors[path] = real_buffers[path] if path in real_buffers else self.program.constants[spec.target or ""]
+                env[node] = Ref(value.name)
+            elif isinstance(node.meta.get("val"), torch.Tensor):
+                value = self._value(node.name, node.meta["val"])
+                inputs.append(value)
+                env[node] = Ref(value.name)
+            else:
+                env[node] = example.get(node.name)
+        return tuple(inputs), tuple(parameters.values()), tuple(buffers), tensors
+
+    def _value(self, name: str, fake: torch.Tensor, requires_grad: bool = False) -> Value:
+        """A new Value for a traced tensor, remembering its storage."""
+        if name in self.values:
+            raise InputError(f"two values of the exported graph are named {name!r}")
+        value = Value(name, tuple(int(s) for s in fake.shape), dtype_name(fake.dtype), requires_grad)
+        self.values[name] = value
+        return value
+
+    def _body(self, graph_module: fx.GraphModule, env: dict[fx.Node, object], no_grad: bool) -> list[object]:
+        """Converts the calls of one (sub)graph; returns what it outputs."""
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                return [_literals(item, env) for item in node.args[0]]
+            if node.op == "get_attr":
+                env[node] = operator.attrgetter(node.target)(graph_module)
+            elif node.target is operator.getitem:
+                env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                env[node] = self._region(node, env)
+            else:
+                env[node] = self._call(node, env, no_grad)
+        raise AssertionError("an fx graph without output")
+
+    def _region(self, node: fx.Node, env: dict[fx.Node, object]) -> list[object]:
+        """Inlines a higher-order op that only sets a mode."""
+        kind = str(node.target)
+        if kind == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        elif kind == "wrap_with_autocast" and not node.args[2]:
+            enabled, (body, *operands) = True, node.args[4:]
+        else:
+            raise InputError(f"{_module_path(node) or 'model'}: op {kind} of the exported graph is not supported")
+        graph_module = _literals(body, env)
+        if not isinstance(graph_module, fx.GraphModule):
+            raise InputError(f"op {kind} of the exported graph has no body")
+        inner = dict(zip((n for n in graph_module.graph.nodes if n.op == "placeholder"), _literals(operands, env)))
+        results = self._body(graph_module, inner, no_grad=not enabled)
+        if enabled:
+            return results
+        return [self._detached(item) if isinstance(item, Ref) else item for item in results]
+
+    def _detached(self, ref: Ref) -> Ref:
+        source = self.values[ref.name]
+        result = Value(self._fresh(f"{ref.name}_detached"), source.shape, source.dtype)
+        self.values[result.name] = result
+        self.ops.append(Op("aten.detach.default", (ref,), (), (result,)))
+        return Ref(result.name)
+
+    def _fresh(self, name: str) -> str:
+        index, candidate = 0, name
+        while candidate in self.values:
+            index += 1
+            candidate = f"{name}_{index}"
+        return candidate
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, object], no_grad: bool) -> object:
+        """One ATen call: appends its Op and returns a Ref, or a list of Refs when there are several results."""
+        target = str(node.target)
+        fakes = node.meta.get("val")
+        if fakes is None:
+            return None
+        module = _module_path(node)
+        results = fakes if isinstance(fakes, (tuple, list)) else [fakes]
+        if not all(isinstance(fake, torch.Tensor) for fake in results):
+            raise InputError(f"{module or 'model'}: {target} gives {fakes}, a number that depends on the data")
+        args = tuple(_literals(item, env) for item in node.args)
+        kwargs = {name: _literals(item, env) for name, item in node.kwargs.items() if name not in PLACEMENT}
+        target, args, kwargs = _canonical(target, args, kwargs, results[0])
+        names = [node.name] if len(results) == 1 else _result_names(node, len(results))
+        values = tuple(self._value(self._fresh(name), fake) for name, fake in zip(names, results))
+        op = Op(target, args, tuple(kwargs.items()), values, module)
+        self.ops.append(op)
+        self._record_aliases(op, node, results, env)
+        refs = [Ref(value.name) for value in values]
+        return refs if isinstance(fakes, (tuple, list)) else refs[0]
+
+    def _record_aliases(self, op: Op, node: fx.Node, fakes: list[torch.Tensor], env: dict[fx.Node, object]) -> None:
+        """Results that share the storage of an operand."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or all(argument.alias_info is None for argument in schema.arguments):
+            return
+        for source in node.all_input_nodes:
+            base = source.meta.get("val")
+            ref = env.get(source)
+            if not isinstance(base, torch.Tensor) or not isinstance(ref, Ref):
+                continue
+            for value, fake in zip(op.results, fakes):
+                if torch._C._is_alias_of(fake, base):
+                    self.aliases.setdefault(value.name, ref.name)
+
+
+def _inner_path(path: str) -> str:
+    return path.removeprefix(INNER + ".")
+
+
+def _outer_name(name: str) -> str:
+    """A placeholder's name without the wrapper: p_inner_model_x -> p_model_x."""
+    return name.replace(f"_{INNER}_", "_", 1)
+
+
+def _parameter_names(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """For every name of a parameter: its first name, and the others."""
+    by_identity: dict[int, list[str]] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(path)
+    return {path: (paths[0], tuple(paths[1:])) for paths in by_identity.values() for path in paths}
+
+
+def _module_path(node: fx.Node) -> str:
+    """Path of the innermost module that made this node, in the user's model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0].split("@")[0] if stack else ""
+    return "" if path == INNER else _inner_path(path)
+
+
+def _literals(item: object, env: Mapping[fx.Node, object]) -> object:
+    """An fx argument as Refs and plain Python values."""
+    if isinstance(item, fx.Node):
+        return env[item]
+    if isinstance(item, (list, tuple)):
+        literals = [_literals(i, env) for i in item]
+        return tuple(literals) if isinstance(item, tuple) else literals
+    if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise InputError(f"a size of the exported graph depends on the data: {item}")
+    return item
+
+
+def _result_names(node: fx.Node, count: int) -> list[str]:
+    """Names of an op's several results: the schema's own where it names them."""
+    schema = getattr(node.target, "_schema", None)
+    returns = [r.name for r in schema.returns] if schema is not None else []
+    if len(returns) == count and all(returns):
+        return [f"{node.name}_{name}" for name in returns]
+    return [f"{node.name}_part{i}" for i in range(count)]
+
+
+def _canonical(
+    target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor
+) -> tuple[str, tuple[object, ...], dict[str, object]]:
+    """One form for each thing that ATen says in several ways."""
+    base = target.split(".")[1] if target.count(".") > 1 else target
+    if base in ("to", "_to_copy", "type_as"):
+        return "aten.to.dtype", (args[0], result.dtype), {}
+    if base in SHAPE_ONLY:
+        fill = SHAPE_ONLY[base] if SHAPE_ONLY[base] is not None else kwargs.get("fill_value", args[-1])
+        if isinstance(fill, (bool, int, float)):
+            return "aten.full.default", (list(result.shape), fill), {"dtype": result.dtype}
+    if base in ("zeros", "ones"):
+        return "aten.full.default", (list(result.shape), int(base == "ones")), {"dtype": result.dtype}
+    if base in ("lift_fresh_copy", "lift_fresh"):
+        return "aten.alias.default", args[:1], {}
+    if target == "aten._unsafe_view.default":
+        return "aten.view.default", args, kwargs
+    if base in ("full", "arange", "linspace", "scalar_tensor") and kwargs.get("dtype") is None:
+        return target, args, {**kwargs, "dtype": result.dtype}
+    return target, args, {k: v for k, v in kwargs.items() if not _is_default_kwarg(k, v)}
+
+
+def _is_default_kwarg(name: str, value: object) -> bool:
+    """Optional keyword arguments that say nothing."""
+    return value is None or (name == "memory_format" and value in (torch.contiguous_format, torch.preserve_format))
