@@ -95,7 +95,6 @@ def simplify(traced: Traced) -> Graph:
         return fold_masks(graph, traced.buffers)
 
     pipeline: tuple[Callable[[Graph], Graph], ...] = (
-        drop_unused,
         pure,
         mark_gradients,
         drop_no_ops,
