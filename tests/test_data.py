@@ -17,7 +17,7 @@ CAUSAL = {"input_ids": (1, 8), "labels": (1, 8)}
 
 
 def batches(ids: np.ndarray, task: str = "causal-lm", seed: int = 0, **options: object) -> Batches:
-    settings: dict = {"inputs": CAUSAL, "global_batch": 4, "vocab_size": 100, **options}
+    settings: dict[str, object] = {"inputs": CAUSAL, "global_batch": 4, "vocab_size": 100, **options}
     return Batches(Tokens(ids), task, seed=seed, **settings)
 
 
@@ -93,7 +93,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         TokenSource(tmp_path / "absent.txt", "nowhere", "directory")
     (tmp_path / "broken.npy").write_bytes(b"not an array")
-    with pytest.raises(InputError, match="not a readable .npy"):
+    with pytest.raises(InputError, match=r"not a readable \.npy"):
         open_tokens(TokenSource(tmp_path / "broken.npy", "nowhere", "factory"))
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"words": 1}\n')
     with pytest.raises(InputError, match="line 2 has no text"):
@@ -143,7 +143,7 @@ def test_text_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a.txt").write_text("the cat")
     (tmp_path / "model").mkdir()
     for model, kind in (("package.module:factory", "factory"), (str(tmp_path / "model"), "directory")):
-        with pytest.raises(InputError, match="give a .npy of token ids"):
+        with pytest.raises(InputError, match=r"give a \.npy of token ids"):
             prepare(TokenSource(tmp_path / "a.txt", model, kind))
 
 

@@ -1,0 +1,100 @@
+"""The `bench` command: how fast a plan runs here, beside what it was predicted to do.
+
+    step        median wall seconds of a step, all ranks in step with each other
+    CPU         process_time of a step summed over ranks (mean over steps): what the machine spends, whoever waits
+    memory      per rank, from `Engine.memory`
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.plans.document import PlanDocument
+from meshwright.plans.save import load_checked
+from meshwright.plans.units import format_bytes
+from meshwright.reference import random_batch
+from meshwright.runtime.engine import Engine
+
+T = TypeVar("T")
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a bench found. Memory is bytes per rank by part."""
+
+    step_s: float
+    fastest_s: float
+    cpu_s: float
+    tokens_per_s: float
+    predicted_s: float
+    memory: tuple[Mapping[str, int], ...]
+
+
+def command(
+    ctx: typer.Context,
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure, after the warm-up")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Measures seconds per step, tokens per second, CPU seconds and memory."""
+    plan_dir: Path = ctx.obj
+    document, signature = load_checked(plan_dir)
+    engine = Engine(plan_dir, optimizer={"name": "adamw", "lr": 1e-5, "clip": 1.0})
+    measured = measure(engine, document, random_batch(signature, document), steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(asdict(measured))) if as_json else show(measured, document, steps)
+
+
+def measure(engine: Engine, document: PlanDocument, batch: Mapping[str, torch.Tensor], steps: int) -> Measured:
+    """Steps on one batch. The same on every rank."""
+    for _ in range(WARM_UP):
+        engine.train_step(batch)
+    walls = []
+    cpu_start = time.process_time()
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        engine.train_step(batch)
+        walls.append(time.perf_counter() - start)
+    cpu = sum(gathered((time.process_time() - cpu_start) / steps))
+    step_s = statistics.median(walls)
+    tokens = document.global_batch * document.seq
+    memory = gathered(dict(engine.memory()["peak"]))
+    return Measured(step_s, min(walls), cpu, tokens / step_s, document.predicted.step_s, tuple(memory))
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank."""
+    found: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def show(measured: Measured, document: PlanDocument, steps: int) -> None:
+    """Prints the tables."""
+    console = Console(highlight=False)
+    batch = f"global batch {document.global_batch} x {document.seq}"
+    console.print(f"{document.mesh}: {steps} steps after {WARM_UP} of warm-up, {batch}")
+    table = Table("", "measured", "predicted")
+    table.add_row("seconds per step (median)", f"{measured.step_s:.3f}", f"{measured.predicted_s:.3f}")
+    table.add_row("seconds per step (fastest)", f"{measured.fastest_s:.3f}", "")
+    table.add_row("tokens per second", f"{measured.tokens_per_s:,.0f}", f"{document.predicted.tokens_per_s:,.0f}")
+    table.add_row("CPU seconds per step, all ranks", f"{measured.cpu_s:.3f}", "")
+    console.print(table)
+    parts = list(measured.memory[0])
+    table = Table("rank", *parts, title="peak memory")
+    for rank, memory in enumerate(measured.memory):
+        table.add_row(str(rank), *(format_bytes(memory[part]) for part in parts))
+    console.print(table)

@@ -1,0 +1,131 @@
+"""The single-process model and what it computes: the truth that `verify` holds a plan against.
+
+    random_batch      a global batch that the model accepts, with -100 labels spread unevenly over its rows
+    Reference         loss, gradients, gradient norm, and the weights after one clipped AdamW step, of that batch
+
+The loss is the mean over the global batch's non-ignored targets, as the model itself defines it: the batch goes through in
+chunks of rows, chunk c weighted n_c / n by its number of targets. Dropout is off (evaluation mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from meshwright.data import IGNORED
+from meshwright.plans.document import PlanDocument
+from meshwright.plans.signature import Signature
+
+CHUNK_ELEMENTS = 1 << 28
+CLASSES = 2
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer step that verify makes."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def settings(self) -> dict[str, object]:
+        """As the engine takes it."""
+        return {"name": "adamw", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """By the model's own parameter names, tied ones once. `weights` are those after the update."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+
+
+def random_batch(signature: Signature, document: PlanDocument, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A global batch from a seed: random ids; labels are -100 for up to three quarters of a row, and a tenth elsewhere."""
+    random = torch.Generator().manual_seed(seed)
+    batch = {}
+    for spec in signature.inputs:
+        shape = (document.global_batch, *spec.shape[1:])
+        if spec.name.endswith("attention_mask"):
+            batch[spec.name] = torch.ones(shape, dtype=getattr(torch, spec.dtype))
+        elif spec.name == "token_type_ids":
+            batch[spec.name] = torch.zeros(shape, dtype=torch.int64)
+        elif getattr(torch, spec.dtype).is_floating_point:
+            batch[spec.name] = torch.randn(shape, generator=random, dtype=getattr(torch, spec.dtype))
+        else:
+            limit = (signature.vocab_size or CLASSES) if len(shape) > 1 else CLASSES
+            batch[spec.name] = torch.randint(0, limit, shape, generator=random)
+    if "labels" in batch and batch["labels"].ndim == 2:
+        batch["labels"] = with_ignored(batch["labels"], random)
+    return batch
+
+
+def with_ignored(labels: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Labels with -100 for an uneven share of every row; the last of a row stays a target."""
+    rows, length = labels.shape
+    start = (torch.arange(rows) * 7 % 4) * length // 4
+    ignored = torch.arange(length)[None, :] < start[:, None]
+    ignored |= torch.rand(rows, length, generator=random) < 0.1
+    ignored[:, -1] = False
+    return labels.masked_fill(ignored, IGNORED)
+
+
+def compute_reference(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument, update: Update
+) -> Reference:
+    """Runs the model forward and backward over the batch, then updates it once. Changes the model."""
+    model.eval()
+    loss = accumulate(model, batch, document)
+    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), update.clip)
+    optimizer = torch.optim.AdamW(parameters.values(), update.lr, update.betas, weight_decay=update.weight_decay)
+    optimizer.step()
+    weights = {name: p.detach() for name, p in parameters.items()}
+    return Reference(loss, float(norm), gradients, weights)
+
+
+def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument) -> float:
+    """Gradients of the global mean loss, added up over chunks of rows; gives the loss."""
+    rows = rows_at_once(batch, document, model)
+    chunks = [{name: value[at : at + rows] for name, value in batch.items()} for at in range(0, document.global_batch, rows)]
+    counts = [num_targets(chunk, document.task) for chunk in chunks]
+    total = 0.0
+    for chunk, count in zip(chunks, counts, strict=True):
+        if count == 0:
+            continue
+        loss = loss_of(model(**chunk)) * (count / sum(counts))
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def rows_at_once(batch: Mapping[str, torch.Tensor], document: PlanDocument, model: torch.nn.Module) -> int:
+    """All rows when their largest tensor is moderate, else a micro-batch's."""
+    widest = max((p.shape[0] for p in model.parameters() if p.ndim > 1), default=1)
+    elements = max(value.numel() for value in batch.values()) * widest
+    return document.global_batch if elements <= CHUNK_ELEMENTS else document.micro_batch
+
+
+def num_targets(chunk: Mapping[str, torch.Tensor], task: str) -> int:
+    """Targets that the loss is the mean over; a causal model predicts a row's labels from the second on."""
+    if "labels" not in chunk:
+        return len(next(iter(chunk.values())))
+    labels = chunk["labels"]
+    if task == "causal-lm" and labels.ndim == 2:
+        labels = labels[:, 1:]
+    return int((labels != IGNORED).sum())
+
+
+def loss_of(output: object) -> torch.Tensor:
+    """The loss in what a model returns: a scalar, a tuple that starts with it, or an object with `loss`."""
+    found = output[0] if isinstance(output, tuple) else getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"the model returned {type(output).__name__} without a loss")
+    return found

@@ -1,0 +1,173 @@
+"""The `train` command: data, learning-rate schedule, progress, metrics and checkpoints around `Engine.train_step`.
+
+Steps are counted from 0 over the whole run: `--steps N` ends after step N-1, and a run resumed from a checkpoint of k steps
+does steps k to N-1, on the batches and learning rates that an uninterrupted run would have had.
+
+    learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
+                    cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
+    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.data import Batches
+from meshwright.plans.document import PlanDocument
+from meshwright.plans.errors import InputError
+from meshwright.plans.save import load_checked
+from meshwright.plans.signature import Signature
+from meshwright.runtime.engine import Engine
+from meshwright.tokens import TokenSource, open_tokens, prepare
+
+Shape = Literal["cosine", "constant"]
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate by step; see the module's text."""
+
+    peak: float
+    warmup: int
+    steps: int
+    shape: Shape
+    floor: float
+
+    def at(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.shape == "constant":
+            return self.peak
+        share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of the metrics file."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
+            f"{self.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+def command(
+    ctx: typer.Context,
+    data: Annotated[Path, typer.Option(help="text file, directory of them, .jsonl with `text`, or .npy of token ids")],
+    steps: Annotated[int, typer.Option(min=1, help="steps of the whole run")],
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 3e-4,
+    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option()] = "adamw",
+    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    betas: Annotated[tuple[float, float], typer.Option(help="AdamW's two")] = (0.9, 0.95),
+    clip: Annotated[float, typer.Option(min=0.0, help="largest gradient norm; 0 for no limit")] = 1.0,
+    warmup: Annotated[int, typer.Option(min=0, help="steps of linear warm-up")] = 0,
+    min_lr: Annotated[float | None, typer.Option(help="where cosine ends; a tenth of --lr when not given")] = None,
+    schedule: Annotated[Shape, typer.Option(help="of the learning rate")] = "cosine",
+    save: Annotated[Path | None, typer.Option(help="directory for the checkpoint")] = None,
+    save_every: Annotated[int | None, typer.Option(min=1, help="also save after every N steps")] = None,
+    resume: Annotated[Path | None, typer.Option(help="checkpoint to go on from")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="file for one JSON object per step")] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="steps between printed lines")] = 1,
+    seed: Annotated[int | None, typer.Option(min=0, help="order of the data; the plan's seed when not given")] = None,
+    mask_token: Annotated[int | None, typer.Option(help="masked-lm on token ids: the mask token's id")] = None,
+) -> None:
+    """Trains the model on text."""
+    if lr <= 0:
+        raise InputError(f"--lr {lr}: a learning rate is above 0")
+    if save_every and save is None:
+        raise InputError("--save-every needs --save DIR, where the checkpoints go")
+    if resume is not None and not resume.is_dir():
+        raise InputError(f"--resume {resume}: no such checkpoint directory")
+    plan_dir: Path = ctx.obj
+    document, signature = load_checked(plan_dir)
+    source = TokenSource(data, document.model.source, document.model.kind, signature.vocab_size)
+    rates = LearningRate(lr, warmup, steps, schedule, lr / 10 if min_lr is None else min_lr)
+    settings = {"name": optimizer, "lr": rates.at(0), "weight_decay": weight_decay, "clip": clip or None}
+    if optimizer == "adamw":
+        settings["betas"] = betas
+    engine = Engine(plan_dir, optimizer=settings)
+    batches = load_batches(source, document, signature, document.seed if seed is None else seed, mask_token)
+    if resume is not None:
+        engine.load(resume)
+    records = run_steps(engine, batches, rates, range(engine.step, steps))
+    with reporting(steps, engine.step, metrics, log_every, append=resume is not None) as report:
+        for record in records:
+            report(record)
+            if save is not None and save_every and (record.step + 1) % save_every == 0 and record.step + 1 < steps:
+                engine.save(save)
+    if save is not None:
+        engine.save(save)
+        print(f"saved {save} after step {engine.step}")
+
+
+def load_batches(
+    source: TokenSource, document: PlanDocument, signature: Signature, seed: int, mask_token: int | None
+) -> Batches:
+    """Global batches; the first process of each machine tokenises, before the others open what it wrote."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        prepare(source)
+    dist.barrier()
+    inputs = {spec.name: tuple(spec.shape) for spec in signature.inputs}
+    tokens = open_tokens(source)
+    return Batches(tokens, document.task, inputs, document.global_batch, seed, signature.vocab_size, mask_token)
+
+
+def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: range) -> Iterator[StepRecord]:
+    """Trains step by step."""
+    for step in steps:
+        batch = batches.batch(step)
+        start = time.perf_counter()
+        engine.learning_rate = rates.at(step)
+        done = engine.train_step(batch)
+        seconds = time.perf_counter() - start
+        tokens = batch["input_ids"].numel()
+        yield StepRecord(step, done.loss, done.grad_norm, rates.at(step), tokens / seconds, seconds)
+
+
+@contextmanager
+def reporting(
+    steps: int, done: int, metrics: Path | None, log_every: int, append: bool
+) -> Iterator[Callable[[StepRecord], None]]:
+    """A function that reports a record: a live line on a terminal, else lines; and the metrics file. Rank 0 only."""
+    if dist.get_rank() != 0:
+        yield lambda record: None
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+    with ExitStack() as stack:
+        lines = stack.enter_context(metrics.open("a" if append else "w", encoding="utf-8")) if metrics else None
+        progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
+        task = progress.add_task("train", total=steps, completed=done)
+
+        def report(record: StepRecord) -> None:
+            if lines is not None:
+                lines.write(json.dumps(asdict(record)) + "\n")
+                lines.flush()
+            progress.update(task, completed=record.step + 1, description=str(record))
+            last = record.step + 1 == steps
+            if record.step % log_every == 0 or last:
+                progress.console.print(str(record))
+
+        yield report

@@ -1,0 +1,166 @@
+"""The `verify` command: what the ranks compute against what one process computes, on the user's own model.
+
+Every rank runs forward and backward on one global batch, then one AdamW step; after that rank 0 alone does the same with the
+unchanged single-process model (module reference) while the others wait. Compared, with the default tolerance:
+
+    loss             |difference|                                                                   2e-6
+    gradients        of every parameter: Frobenius norm of the difference, relative                 1e-5
+    gradient norm    |difference|, relative                                                         5e-6
+    weights          after the update: largest |difference| of an element, relative above 1         1e-5
+
+A parameter whose true gradient is zero (the bias of attention keys) has only rounding noise, so a gradient's norm counts as no
+smaller than FLOOR times what the parameter would have at the model's mean gradient per element. AdamW's first step is lr
+times the sign of the gradient, so elements whose gradient is below NOISE times that mean are left out of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import sqrt
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.materialize import build_plan_model
+from meshwright.plans.save import load_checked
+from meshwright.reference import Reference, Update, compute_reference, random_batch
+from meshwright.runtime.engine import Engine
+
+FLOOR = 0.03
+NOISE = 1e-3
+WAIT = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What the ranks computed; the tensors are on rank 0 only."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One compared quantity: single-process and parallel value (as text), the difference, and where it is worst."""
+
+    quantity: str
+    single: str
+    parallel: str
+    difference: float
+    tolerance: float
+    worst: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def command(
+    ctx: typer.Context,
+    loss_tolerance: Annotated[float, typer.Option(min=0.0)] = 2e-6,
+    gradient_tolerance: Annotated[float, typer.Option(min=0.0)] = 1e-5,
+    norm_tolerance: Annotated[float, typer.Option(min=0.0)] = 5e-6,
+    weight_tolerance: Annotated[float, typer.Option(min=0.0)] = 1e-5,
+    seed: Annotated[int, typer.Option(min=0, help="of the random batch")] = 0,
+) -> None:
+    """Compares loss, every gradient and one update with the single-process model. Exit status 1 when they differ."""
+    plan_dir: Path = ctx.obj
+    document, signature = load_checked(plan_dir)
+    batch = random_batch(signature, document, seed)
+    update = Update()
+    found = run_parallel(plan_dir, batch, update)
+    patient = dist.new_group(backend="gloo", timeout=WAIT)
+    verdict = [True]
+    if dist.get_rank() == 0:
+        reference = compute_reference(build_plan_model(document), batch, document, update)
+        findings = [
+            Finding("loss", f"{reference.loss:.7f}", f"{found.loss:.7f}", abs(found.loss - reference.loss), loss_tolerance),
+            compare_gradients(reference, found, gradient_tolerance),
+            compare_norms(reference, found, norm_tolerance),
+            compare_weights(reference, found, weight_tolerance),
+        ]
+        show(findings)
+        verdict = [all(finding.ok for finding in findings)]
+    dist.barrier(patient)
+    dist.broadcast_object_list(verdict, src=0)
+    if not verdict[0]:
+        raise typer.Exit(1)
+
+
+def run_parallel(plan_dir: Path, batch: Mapping[str, torch.Tensor], update: Update) -> Parallel:
+    """Forward, backward and one update on all ranks; the engine's memory is free again afterwards."""
+    engine = Engine(plan_dir, optimizer=update.settings(), dropout=False)
+    metrics = engine.forward_backward(batch)
+    gradients = {name: grad.clone() for name, grad in engine.gradients().items()}
+    engine.train_step(batch)
+    return Parallel(metrics.loss, metrics.grad_norm, gradients, engine.state_dict())
+
+
+def mean_gradient(reference: Reference) -> float:
+    """Root mean square of the gradient's elements over the whole model."""
+    return reference.grad_norm / sqrt(max(1, sum(g.numel() for g in reference.gradients.values())))
+
+
+def compare_gradients(reference: Reference, found: Parallel, tolerance: float) -> Finding:
+    """The parameter whose gradient is furthest off."""
+    mean = mean_gradient(reference)
+    worst, name = -1.0, ""
+    for path, truth in reference.gradients.items():
+        floor = FLOOR * mean * sqrt(truth.numel())
+        difference = float("inf")
+        if path in found.gradients:
+            off = found.gradients[path] - truth
+            difference = finite(off.norm()) / max(float(truth.norm()), floor, 1e-30)
+        if difference > worst:
+            worst, name = difference, path
+    counts = f"{len(reference.gradients)}", f"{len(found.gradients)}"
+    return Finding("gradients", *counts, worst, tolerance, name)
+
+
+def finite(value: torch.Tensor) -> float:
+    """A scalar as a float; infinity when it is not a number."""
+    return float(value.nan_to_num(nan=float("inf")))
+
+
+def compare_norms(reference: Reference, found: Parallel, tolerance: float) -> Finding:
+    """The global gradient norm before clipping."""
+    difference = abs(found.grad_norm - reference.grad_norm) / max(reference.grad_norm, 1e-30)
+    return Finding("gradient norm", f"{reference.grad_norm:.6f}", f"{found.grad_norm:.6f}", difference, tolerance)
+
+
+def compare_weights(reference: Reference, found: Parallel, tolerance: float) -> Finding:
+    """The parameter with the element that is furthest off after the update."""
+    noise = NOISE * mean_gradient(reference)
+    worst, name, compared, total = -1.0, "", 0, 0
+    for path, truth in reference.weights.items():
+        clear = reference.gradients[path].abs() > noise
+        compared, total = compared + int(clear.sum()), total + clear.numel()
+        difference = float("inf")
+        if path in found.weights:
+            off = (found.weights[path] - truth).abs() / truth.abs().clamp(min=1.0)
+            difference = finite(off[clear].max()) if bool(clear.any()) else 0.0
+        if difference > worst:
+            worst, name = difference, path
+    share = f"{compared / max(1, total):.1%} of elements"
+    return Finding("weights after AdamW", share, share, worst, tolerance, name)
+
+
+def show(findings: list[Finding]) -> None:
+    """Prints the table and the verdict."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("", "single process", "parallel", "difference", "tolerance", "worst at")
+    for f in findings:
+        colour = "green" if f.ok else "red"
+        table.add_row(f.quantity, f.single, f.parallel, f"[{colour}]{f.difference:.1e}[/]", f"{f.tolerance:.0e}", f.worst)
+    console.print(table)
+    ok = all(f.ok for f in findings)
+    console.print("[green]verified[/]" if ok else "[red]DIFFERS[/]: " + ", ".join(f.quantity for f in findings if not f.ok))
