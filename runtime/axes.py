@@ -204,25 +204,19 @@ class ProcessAxis(Axis):
         self.ranks = ranks
 
     def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
-        return _started(dist.all_reduce(x, op=REDUCTIONS[reduction], group=self.group, async_op=True), x, x)
+        return _started(dist.all_reduce(x, op=REDUCTIONS[reduction], group=self.group, async_op=True), x)
 
     def _start_gather(self, x: Tensor) -> Pending:
         out = x.new_empty((self.size, *x.shape))
-        return _started(
-            dist.all_gather_into_tensor(_flat(out), _flat(x), group=self.group, async_op=True), out, x
-        )
+        return _started(dist.all_gather_into_tensor(_flat(out), _flat(x), group=self.group, async_op=True), out)
 
     def _start_scatter(self, stacked: Tensor) -> Pending:
         out = stacked.new_empty(stacked.shape[1:])
-        return _started(
-            dist.reduce_scatter_tensor(_flat(out), _flat(stacked), group=self.group, async_op=True), out, stacked
-        )
+        return _started(dist.reduce_scatter_tensor(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
 
     def _start_exchange(self, stacked: Tensor) -> Pending:
         out = torch.empty_like(stacked)
-        return _started(
-            dist.all_to_all_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out, stacked
-        )
+        return _started(dist.all_to_all_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -231,8 +225,8 @@ def _flat(x: Tensor) -> Tensor:
     return flat.view(torch.uint8) if x.dtype == torch.bool else flat
 
 
-def _started(work: dist.Work | None, out: Tensor, source: Tensor) -> Pending:
-    """The result `out` of `work`; `source` stays alive until it is done."""
+def _started(work: dist.Work | None, out: Tensor) -> Pending:
+    """The result `out` of `work`, which keeps its operands alive."""
 
     def wait() -> Tensor:
         if work is not None:

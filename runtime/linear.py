@@ -1,7 +1,7 @@
 """Linear layers: weights are (out, in), as in aten.linear.
 
 column_linear is one conversion to R followed by several linears (q, k and v; gate and up), with what Megatron's
-column-parallel linear does in its backward pass (arXiv 2205.05198, section 4.2.2): the input gradient is computed first,
+column-parallel linear does in its backward pass (arXiv 2205.05198, section 4.2.2): the input gradient is computed first
 and its all-reduce or reduce-scatter runs while the weight gradients are computed; a sequence-sharded input is saved as
 its shard, and gathered again while the input gradient is computed. It equals `convert` and `linear`, to rounding.
 """
