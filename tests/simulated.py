@@ -8,7 +8,8 @@ Each thread runs its own forward and backward; collectives meet at a barrier. Th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,19 @@ from torch import Tensor
 from meshwright.runtime.axes import Axis, Pending, done
 
 Result = TypeVar("Result")
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that autograd saves meanwhile."""
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield saved
 
 
 class Meeting:

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.plans.layout import CONVERSIONS, I, P, R, Type, local_slices, shard
 from meshwright.runtime import ops
 from meshwright.runtime.axes import Axis, TrivialAxis
-from meshwright.tests.simulated import run_ranks
+from meshwright.tests.simulated import SimulatedAxis, run_ranks, saved_tensors
 
 SHAPE = (6, 12, 6)
 TRANSPOSED = {"S": "S", "I": "I", "R": "P", "P": "I"}
@@ -104,11 +104,11 @@ def test_backward_is_the_adjoint(source: Type, target: Type) -> None:
 def test_collectives_are_those_of_the_table() -> None:
     local_names = {"identity", "first", "slice", "pad"}
 
-    def body(axis: Axis, source: str, target: str) -> list[str]:
+    def body(axis: SimulatedAxis, source: str, target: str) -> list[str]:
         text = f"{'S(0)' if source == 'S' else source} -> {'S(1)' if target == 'S' else target}"
         x = torch.randn(4, 4, requires_grad=True)
         ops.convert(x, axis, text).sum().backward()
-        return axis.log  # type: ignore[attr-defined]
+        return axis.log
 
     for (source, target), names in CONVERSIONS.items():
         expected = [n for n in (names.forward, names.backward) if n not in local_names]
@@ -127,16 +127,14 @@ def test_integers_and_bools_convert(text: str, dtype: torch.dtype) -> None:
 
 
 def test_a_conversion_saves_nothing_and_a_slice_does_not_keep_the_whole() -> None:
-    saved: list[Tensor] = []
-
     def body(axis: Axis) -> int:
         x = torch.randn(2, 8, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        with saved_tensors() as saved:
             y = ops.convert(ops.convert(x, axis, "I -> S(0)"), axis, "S(0) -> S(1)")
+        assert not saved
         return y.untyped_storage().nbytes()
 
     assert run_ranks(2, body) == [32, 32]
-    assert not saved
 
 
 def test_one_rank_is_the_identity() -> None:

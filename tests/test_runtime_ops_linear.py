@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.plans.layout import Type, shard
 from meshwright.runtime import ops
-from meshwright.runtime.axes import Axis, TrivialAxis
-from meshwright.tests.simulated import run_ranks
+from meshwright.runtime.axes import Axis, DryAxis, Pending, Tally, TrivialAxis
+from meshwright.tests.simulated import SimulatedAxis, run_ranks, saved_tensors
 from meshwright.tests.test_runtime_ops import local
 
 WIDTHS = (6, 2, 4)
@@ -55,28 +58,65 @@ def test_column_linear_equals_convert_and_linear(source: str, bias: bool, ranks:
     run_ranks(ranks, body)
 
 
-def test_column_linear_starts_the_collectives_before_the_weight_gradients_and_saves_the_shard() -> None:
-    def body(axis: Axis) -> tuple[list[str], int]:
-        x, weights, biases = operands(shard(1), axis, False)
-        saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
-            outputs = ops.column_linear(x, axis, weights, biases, "S(1) -> R")
-        torch.cat(outputs, -1).sum().backward()
-        assert sorted(saved) == sorted([x.numel(), *(w.numel() for w in weights)])
-        return axis.log, len(outputs)  # type: ignore[attr-defined]
+class Diary(DryAxis, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Rank 0 of two: when collectives start and are waited for, and the matmuls between."""
 
-    assert run_ranks(2, body)[0] == (["all-gather", "all-gather", "reduce-scatter"], 3)
+    def __init__(self) -> None:
+        DryAxis.__init__(self, "tp", 2, 0, Tally())
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.lines: list[str] = []
+
+    def _noted(self, name: str, pending: Pending) -> Pending:
+        self.lines.append(f"start {name}")
+        return pending.then(lambda x: (self.lines.append(f"wait {name}"), x)[1])  # type: ignore[func-returns-value]
+
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        return self._noted("all-reduce", super()._start_reduce(x, reduction))
+
+    def _start_gather(self, x: Tensor) -> Pending:
+        return self._noted("all-gather", super()._start_gather(x))
+
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        return self._noted("reduce-scatter", super()._start_scatter(stacked))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm_"):
+            self.lines.append("matmul")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("source", "first", "second"),
+    [
+        (
+            "S(1)",
+            "start all-gather, matmul, matmul, start reduce-scatter",
+            "wait all-gather, matmul, matmul, wait reduce-scatter",
+        ),
+        ("I", "matmul, matmul, start all-reduce", "matmul, matmul, wait all-reduce"),
+    ],
+)
+def test_column_linear_communicates_while_it_computes_and_saves_the_shard(source: str, first: str, second: str) -> None:
+    diary = Diary()
+    x, weights, biases = operands(Type.parse(source), diary, False)
+    with saved_tensors() as saved:
+        outputs = ops.column_linear(x, diary, weights[:2], biases[:2], f"{source} -> R")
+    assert sorted(t.numel() for t in saved) == sorted(t.numel() for t in (x, *weights[:2]))
+    with diary:
+        diary.lines.clear()
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert ", ".join(diary.lines) == f"{first}, {second}"
 
 
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
-    def body(axis: Axis) -> list[str]:
+    def body(axis: SimulatedAxis) -> list[str]:
         x, weights, biases = operands(shard(1), axis, True, frozen=True)
         ops.column_linear(x, axis, weights, biases, "S(1) -> R")[0].sum().backward()
         assert x.grad is not None and weights[0].grad is None and biases[0] is not None and biases[0].grad is not None
         x, weights, biases = operands(shard(1), axis, False)
         ops.column_linear(x.detach(), axis, weights, biases, "S(1) -> R")[0].sum().backward()
         assert weights[0].grad is not None and weights[1].grad is None
-        return axis.log  # type: ignore[attr-defined]
+        return axis.log
 
     assert run_ranks(2, body)[0] == ["all-gather", "reduce-scatter", "all-gather", "all-gather"]
 
