@@ -203,7 +203,7 @@ class Predicted(Frozen):
 class Declaration(Frozen):
     """Any subset of a plan; None stands for a key that is not given. Keys that only report are read and ignored."""
 
-    version: Literal[1] | None = Field(None, alias="schema")
+    version: Literal[1] | None = Field(default=None, alias="schema")
     model: Annotated[ModelDeclaration, BeforeValidator(_to_model)] | None = None
     task: str | None = None
     attention: Literal["sdpa", "eager"] | None = None
