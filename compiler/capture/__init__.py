@@ -29,7 +29,7 @@ from meshwright.compiler.capture.simplify import (
     rename,
 )
 from meshwright.compiler.capture.skeleton import Built, build_model, build_skeleton, default_example, prepare_config
-from meshwright.compiler.capture.source import ModelSource, find_source, load_config, task_of
+from meshwright.compiler.capture.source import ModelSource, find_configured, find_source, load_config, task_of
 from meshwright.compiler.capture.trace import Traced, dtype_name, trace
 from meshwright.compiler.graph import Graph
 from meshwright.plans.errors import InputError
@@ -76,8 +76,8 @@ def capture(
     if isinstance(model, nn.Module):
         source, built = _given_module(model, task, attention)
     else:
-        source = find_source(model, task, attention)
-        built = build_skeleton(source)
+        source, config = find_configured(model, task, attention)
+        built = build_skeleton(source, config)
     inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
     traced = trace(built.module, inputs)
     graph = simplify(traced)

@@ -37,10 +37,10 @@ class Built:
     config: PretrainedConfig | None
 
 
-def build_skeleton(source: ModelSource) -> Built:
-    """The model with fake parameters and real buffers."""
+def build_skeleton(source: ModelSource, config: PretrainedConfig | None = None) -> Built:
+    """The model with fake parameters and real buffers; `config` is the source's configuration if it was read already."""
     with _fake_parameters():
-        return _build(source)
+        return _build(source, config)
 
 
 def build_model(source: ModelSource, seed: int) -> nn.Module:
@@ -48,7 +48,7 @@ def build_model(source: ModelSource, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if source.kind == "factory" or not source.has_weights:
         return _build(source).module.float()
-    config = _prepared_config(source)
+    config = prepare_config(load_config(source), source.source, source.task)
     options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
     try:
         module = auto_class(source.task or "").from_pretrained(
@@ -59,11 +59,11 @@ def build_model(source: ModelSource, seed: int) -> nn.Module:
     return _ready(module, source)
 
 
-def _build(source: ModelSource) -> Built:
+def _build(source: ModelSource, config: PretrainedConfig | None = None) -> Built:
     """The model from its factory or configuration, in whatever parameter mode is active."""
     if source.kind == "factory":
         return _call_factory(source)
-    config = _prepared_config(source)
+    config = prepare_config(config or load_config(source), source.source, source.task)
     try:
         module = auto_class(source.task or "").from_config(config, dtype=torch.float32, **_implementations(source))
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
@@ -72,7 +72,8 @@ def _build(source: ModelSource) -> Built:
 
 
 def _implementations(source: ModelSource) -> dict[str, str]:
-    return {"attn_implementation": source.attention, "experts_implementation": "grouped_mm"}
+    """transformers' own defaults are sdpa and grouped_mm where the model has them."""
+    return {} if source.attention == "sdpa" else {"attn_implementation": source.attention}
 
 
 def _first_line(error: BaseException) -> str:
@@ -86,14 +87,8 @@ def _ready(module: object, source: ModelSource) -> nn.Module:
     return module.train()
 
 
-def _prepared_config(source: ModelSource) -> PretrainedConfig:
-    """The configuration with caches off and, for seq2seq models, a decoder start token."""
-    config = load_config(source)
-    return prepare_config(config, source.source, source.task)
-
-
 def prepare_config(config: PretrainedConfig, where: str, task: str | None) -> PretrainedConfig:
-    """Settings that training needs, made on the configuration itself."""
+    """Settings that training needs, made on the configuration itself: caches off, a decoder start and a padding token."""
     config.use_cache = False
     text = config.get_text_config()
     text.use_cache = False

@@ -58,6 +58,9 @@ TASKS = {
 }
 
 
+ATTENTIONS = ("sdpa", "eager")
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model, found but not built. `source` is absolute for files; `task` is None when no configuration names one."""
@@ -80,14 +83,23 @@ class ModelSource:
 
 def find_source(text: str, task: str | None = None, attention: str = "sdpa") -> ModelSource:
     """The MODEL argument as a ModelSource, its task resolved."""
+    return find_configured(text, task, attention)[0]
+
+
+def find_configured(
+    text: str, task: str | None = None, attention: str = "sdpa"
+) -> tuple[ModelSource, PretrainedConfig | None]:
+    """The MODEL argument as a ModelSource, with the configuration that was read to resolve its task (None: a factory)."""
     if task is not None and task not in TASKS:
         raise InputError(f"task: found {task!r}, expected one of {', '.join(TASKS)}")
+    if attention not in ATTENTIONS:
+        raise InputError(f"attention: found {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     kind, source, has_weights = _classify(text)
     found = ModelSource(source, kind, task, attention, has_weights)
     if kind == "factory":
-        return found
+        return found, None
     config = load_config(found)
-    return replace(found, task=task_of(config, source, task))
+    return replace(found, task=task_of(config, source, task)), config
 
 
 def _classify(text: str) -> tuple[str, str, bool]:
