@@ -53,7 +53,8 @@ def _to_mesh(value: object) -> Mesh:
         if axis not in AXES:
             raise Conflict(f"mesh.{axis}", f"unknown axis; the axes are {', '.join(AXES)}")
         if type(size) is not int or size < 1:
-            raise Conflict(f"mesh.{axis}", f"found {size!r}, expected a whole number of 1 or more")
+            found = str(size).lower() if isinstance(size, bool) else repr(size)
+            raise Conflict(f"mesh.{axis}", f"found {found}, expected a whole number of 1 or more")
     return Mesh.of(value)
 
 
