@@ -26,7 +26,7 @@ from meshwright.plans.signature import ParameterSpec, Signature
 from meshwright.plans.timeline import draw
 from meshwright.plans.units import format_bytes, format_seconds
 
-WIDTH = 100
+WIDTH = 110
 """Columns of plain text."""
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
