@@ -1,0 +1,72 @@
+"""Actions: what a rank does, one line of its schedule each.
+
+An action prints as stage, kind and micro-batch, and parses back: `2F0` is the forward of micro-batch 0 on stage 2.
+
+    F        forward of a stage on a micro-batch          B        its backward
+    SEND_F   outputs of the stage to the next stage       RECV_F   inputs of the stage from the previous stage
+    SEND_B   gradients of the inputs to the previous      RECV_B   gradients of the outputs from the next stage
+    REDUCE   sums of the stage's parameter gradients over ranks, after its last backward; has no micro-batch (`2REDUCE`)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does."""
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+
+
+_TEXT = re.compile(r"(\d+)(F|B|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action; `micro_batch` is -1 for REDUCE."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int = -1
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or (self.micro_batch < 0) != (self.kind is Kind.REDUCE):
+            raise ValueError(f"no such action: {self.kind.value} of stage {self.stage}, micro-batch {self.micro_batch}")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch if self.micro_batch >= 0 else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Action from its text; ValueError says what one looks like."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None or (match[3] == "") != (match[2] == "REDUCE"):
+            raise ValueError(f"action {text!r} is not STAGE KIND MICRO_BATCH, as in 2F0, 1SEND_B3 or 0REDUCE")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else -1)
+
+
+Actions = tuple[Action, ...]
+"""Of one rank, in order."""
+
+Schedule = tuple[Actions, ...]
+"""Of all pipeline ranks, by pp coordinate."""
+
+
+def show(schedule: Schedule) -> str:
+    """One line per rank."""
+    return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(schedule))
+
+
+def parse(text: str) -> Schedule:
+    """Schedule from the lines that `show` prints."""
+    lines = (line.partition(":")[2] for line in text.splitlines() if line.strip())
+    return tuple(tuple(map(Action.parse, line.split())) for line in lines)

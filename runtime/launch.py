@@ -1,0 +1,103 @@
+"""What a rank sets up before it runs: device, process groups, and where parameters lie."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.plans.document import PlanDocument
+from meshwright.plans.errors import InputError
+from meshwright.plans.mesh import Mesh
+from meshwright.plans.signature import Signature
+from meshwright.runtime.axes import Axis, ProcessAxis, build_axes
+from meshwright.runtime.placement import Parameter, Placement
+from meshwright.runtime.program import program_name, stage_parameters
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for; else this rank's GPU if every rank of the machine has one, else the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+    elif torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        chosen = torch.device("cpu")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def join_processes(mesh: Mesh, device: torch.device, timeout_s: float) -> dict[str, Axis]:
+    """This rank's axes, in the process group that torchrun's variables describe, or the one that exists.
+
+    InputError on every rank, before any communication, when their number is not the mesh's.
+    """
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if started != mesh.world_size:
+        raise InputError(f"mesh {mesh} needs {mesh.world_size} processes, torchrun started {started}")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if started > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
+    return build_axes(mesh, dist.get_rank())
+
+
+def place(
+    directory: Path, texts: Mapping[str, str], plan: PlanDocument, signature: Signature, rank: int
+) -> Placement:
+    """Placement of all parameters from the plan and the programs' PARAMETERS."""
+    stages: dict[str, list[int]] = {name: [] for name in signature.parameters}
+    for stage in range(plan.mesh.pp):
+        file = program_name(stage)
+        if file not in texts:
+            raise InputError(f"{directory}: plan.yaml: programs: {file} is missing; compile again with --from")
+        for name in stage_parameters(texts[file], directory / "programs" / file):
+            if name not in stages:
+                raise InputError(f"{directory}/programs/{file}: {name} is not in model/signature.json; compile again")
+            stages[name].append(stage)
+    if orphan := next((name for name, held in stages.items() if not held), None):
+        raise InputError(f"{directory}/programs: no stage holds parameter {orphan}; compile again with --from")
+    parameters = {
+        name: Parameter(name, spec.shape, plan.parameter_layouts[name], tuple(stages[name]), spec.trainable)
+        for name, spec in signature.parameters.items()
+    }
+    return Placement(plan.mesh, rank, parameters)
+
+
+def tied_groups(
+    placement: Placement, axes: Mapping[str, Axis], timeout_s: float
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """For each set of stages that share a parameter and has this rank's: the group that sums its gradient."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    pipeline = axes["pp"]
+    for stages in placement.tied_stages:
+        if placement.at["pp"] not in stages:
+            continue
+        ranks = placement.stage_group(stages)
+        if isinstance(pipeline, ProcessAxis) and ranks == pipeline.ranks:
+            found[stages] = pipeline.group
+        else:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            found[stages] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return found
+
+
+def backward_group(mesh: Mesh, axis: Axis, device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """Group for gradients between stages: on NCCL one of their own, since messages of a group block each other."""
+    if not isinstance(axis, ProcessAxis):
+        return None
+    if device.type != "cuda":
+        return axis.group
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in mesh.groups("pp")]
+    own: dist.ProcessGroup = next(group for ranks, group in groups if ranks == axis.ranks)
+    return own

@@ -1,0 +1,107 @@
+"""Optimizers on a rank's flat parameters: torch's own, fused, one call per step.
+
+OPTIMIZERS has their options with defaults (torch's); `clip` is the largest global gradient norm, None for no clipping.
+States are as long as the parameters, so each parameter has its view in them (FlatParameters.views).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.plans.errors import InputError
+
+Option = float | tuple[float, float] | None
+
+OPTIMIZERS: Mapping[str, Mapping[str, Option]] = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "clip": None},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "clip": None},
+}
+STATES: Mapping[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Checked options: `values` are those of OPTIMIZERS[name]."""
+
+    name: str
+    lr: float
+    clip: float | None
+    values: Mapping[str, Option]
+
+
+def read_options(given: Mapping[str, object]) -> OptimizerOptions:
+    """Options from a user's {"name": "adamw", "lr": 1e-3, ...}; InputError names what is wrong."""
+    name = given.get("name")
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        raise InputError(f"optimizer.name: found {name!r}, expected one of {', '.join(OPTIMIZERS)}")
+    values: dict[str, Option] = dict(OPTIMIZERS[name])
+    for key, value in given.items():
+        if key == "name":
+            continue
+        if key not in values:
+            raise InputError(f"optimizer.{key}: unknown option; the options of {name} are {', '.join(values)}")
+        values[key] = _betas(value) if key == "betas" else _number(key, value)
+    lr, clip = values.pop("lr"), values.pop("clip")
+    if not isinstance(lr, float):
+        raise InputError(f"optimizer.lr: found {lr!r}, expected a number of 0 or more")
+    return OptimizerOptions(name, lr, clip if isinstance(clip, float) else None, values)
+
+
+def _number(key: str, value: object) -> float | None:
+    if key == "clip" and value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise InputError(f"optimizer.{key}: found {value!r}, expected a number of 0 or more")
+    if key == "clip" and value == 0:
+        raise InputError("optimizer.clip: found 0, expected a number above 0, or None for no clipping")
+    return float(value)
+
+
+def _betas(value: object) -> tuple[float, float]:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        first, second = value
+        if all(isinstance(b, (int, float)) and 0 <= b < 1 for b in (first, second)):
+            return float(first), float(second)
+    raise InputError(f"optimizer.betas: found {value!r}, expected two numbers in [0, 1) such as (0.9, 0.95)")
+
+
+class Optimizer:
+    """Updates `values`, whose gradient is `gradients`. `states` by name: flat, zero at first."""
+
+    def __init__(self, options: OptimizerOptions, values: Tensor, gradients: Tensor) -> None:
+        self.options = options
+        self._values = values.detach().requires_grad_()
+        self._values.grad = gradients
+        self._torch = _build(options, self._values)
+        names = STATES[options.name] if options.values.get("momentum", 1.0) else ()
+        self.states: dict[str, Tensor] = {name: torch.zeros_like(values) for name in names}
+        self._num_steps = torch.zeros((), device=values.device)
+        state = self._torch.state[self._values]
+        state.update(self.states)
+        if options.name == "adamw":
+            state["step"] = self._num_steps
+
+    def step(self, lr: float) -> None:
+        """One update with this learning rate."""
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        if self._values.numel():
+            self._torch.step()
+
+    def set_num_steps(self, steps: int) -> None:
+        """How many updates the states have seen."""
+        self._num_steps.fill_(steps)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.nbytes for state in self.states.values())
+
+
+def _build(options: OptimizerOptions, values: Tensor) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.SGD
+    return kind([values], lr=options.lr, fused=True, **dict(options.values))  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Reading a rank's part of tensors from safetensors files, and nothing else of them.
+
+Terms
+    ranges    what a rank holds of a tensor: per dim, the [start, stop) runs of global indices in local order (several
+              runs where the layout has sections)
+    piece     a tensor in a file that holds given ranges of a whole tensor
+    source    the pieces of every tensor by the model's own name
+
+A directory with weights is a source whose pieces are whole tensors; a checkpoint is one whose pieces are ranks' parts.
+Reading copies the intersection of what is wanted with each piece, cast to the destination's dtype, so any layout is
+read from any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.plans.errors import InputError
+from meshwright.plans.layout import Layout, local_slices
+from meshwright.plans.mesh import Mesh
+from meshwright.plans.signature import Signature
+
+WHOLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensor `key` of `file` holds `ranges` of a whole tensor."""
+
+    file: Path
+    key: str
+    ranges: Ranges
+
+
+Source = Mapping[str, Sequence[Piece]]
+
+
+def whole(shape: Sequence[int]) -> Ranges:
+    """Ranges of everything."""
+    return tuple(((0, n),) for n in shape)
+
+
+def local_ranges(shape: Sequence[int], layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Ranges:
+    """Ranges of the rank with coordinates `at`."""
+    ranges = list(whole(shape))
+    for axis, type_ in layout.types:
+        if type_.kind != "S" or mesh.size(axis) == 1:
+            continue
+        if ranges[type_.dim] != ((0, shape[type_.dim]),):
+            raise ValueError(f"layout {layout} shards dim {type_.dim} twice")
+        ranges[type_.dim] = local_slices(type_, shape[type_.dim], mesh.size(axis), at[axis])
+    return tuple(ranges)
+
+
+def overlaps(have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    """(slice of what is there, slice of what is wanted) for each run of indices that is in both, along one dim."""
+    have_at = 0
+    for have_start, have_stop in have:
+        want_at = 0
+        for want_start, want_stop in want:
+            start, stop = max(have_start, want_start), min(have_stop, want_stop)
+            if start < stop:
+                offset = have_at - have_start
+                place = want_at - want_start
+                yield slice(start + offset, stop + offset), slice(start + place, stop + place)
+            want_at += want_stop - want_start
+        have_at += have_stop - have_start
+
+
+def copy_overlap(target: Tensor, want: Ranges, tensor: Any, have: Ranges) -> int:
+    """Copies what `tensor` (or a safetensors slice of it) has of `want` into `target`; the number of elements."""
+    count = 0
+    for pairs in product(*(list(overlaps(h, w)) for h, w in zip(have, want, strict=True))):
+        part = tensor[tuple(pair[0] for pair in pairs)]
+        target[tuple(pair[1] for pair in pairs)].copy_(part)
+        count += part.numel()
+    return count
+
+
+class Reader:
+    """Open safetensors files; a context manager."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(self, target: Tensor, name: str, pieces: Sequence[Piece], want: Ranges) -> None:
+        """Fills `target` with the wanted ranges of a tensor; InputError when the pieces do not have them all."""
+        count = sum(self._copy(target, want, piece) for piece in pieces)
+        if count != target.numel():
+            raise InputError(f"{pieces[0].file}: {name}: found {count} of {target.numel()} elements that are wanted")
+
+    def shape(self, file: Path, key: str) -> tuple[int, ...]:
+        """Shape of a tensor in a file."""
+        return tuple(self.open(file).get_slice(key).get_shape())
+
+    def open(self, file: Path) -> Any:
+        """The file's handle; InputError when it cannot be read."""
+        if file not in self._files:
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{file}: cannot be read: {error}") from None
+        return self._files[file]
+
+    def _copy(self, target: Tensor, want: Ranges, piece: Piece) -> int:
+        handle = self.open(piece.file)
+        try:
+            tensor = handle.get_slice(piece.key) if target.dim() else handle.get_tensor(piece.key)
+            return copy_overlap(target, want, tensor, piece.ranges)
+        except SafetensorError as error:
+            raise InputError(f"{piece.file}: {piece.key}: cannot be read: {error}") from None
+
+
+def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:
+    """{tensor name: file} of a directory's safetensors; None without any. InputError for a file that is missing."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        files = {name: directory / file for name, file in _weight_map(index).items()}
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise InputError(f"{index}: names {file.name}, which is not in {directory}")
+        return files
+    single = directory / WHOLE_FILE
+    return dict.fromkeys(reader.open(single).keys(), single) if single.is_file() else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index}: is no index of safetensors files: {error!r}") from None
+
+
+def find_weights(directory: Path, signature: Signature) -> Source | None:
+    """Source of all parameters in a directory's safetensors under the model's own names and shapes.
+
+    None when it has no safetensors or they are written otherwise: then a copy must be made (weight_copy). A tied
+    parameter may stand there under any of its names.
+    """
+    shapes = {name: spec.shape for name, spec in (*signature.parameters.items(), *signature.unused.items())}
+    names: dict[str, list[str]] = {name: [name] for name in shapes}
+    for alias, name in signature.tied.items():
+        names[name].append(alias)
+    source: dict[str, Sequence[Piece]] = {}
+    with Reader() as reader:
+        files = weight_files(directory, reader)
+        if files is None:
+            return None
+        for name, shape in shapes.items():
+            key = next((n for n in names[name] if n in files), None)
+            if key is None or reader.shape(files[key], key) != shape:
+                return None
+            source[name] = [Piece(files[key], key, whole(shape))]
+    return source
