@@ -1,0 +1,208 @@
+"""Hardware: what one rank's device does per second, and which link joins the ranks of a mesh axis.
+
+A hardware file is YAML; those that ship are compiler/hardware/NAME.yaml:
+
+    name                     as plans call it
+    memory_bytes             of one device
+    bandwidth_bytes_per_s    of the device's memory
+    peak_flops               floating-point operations per second by dtype; a dtype that is not listed runs as float32
+    efficiency               shares of the peaks that real programs reach: {matmul, memory}
+    op_overhead_s            seconds that an op takes however small it is
+    levels                   links, innermost first: {name, ranks, latency_s, bandwidth_bytes_per_s}. A level joins `ranks`
+                             consecutive ranks (a node); the last one joins all (null). Bandwidth is one device's, one way
+
+Ranks fill nodes in order (tp fastest, pp slowest: plans.mesh). A group that leaves its node is as fast as its slowest crossing:
+a ring through k members of each node crosses on their k network ports, and never outruns the links inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from math import inf, prod
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from meshwright.plans.errors import InputError
+from meshwright.plans.mesh import RANK_AXES, Mesh
+from meshwright.plans.yaml_io import load, parse
+
+FOLDER = files("meshwright.compiler") / "hardware"
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a group of ranks: seconds per message, bytes per second and rank, one way.
+
+    memory_bytes_per_s   the devices' memory, for what a rank does alone: slicing and padding
+    reduce_bytes_per_s   adding what arrives; infinite where that overlaps with the transfer, as in NCCL
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    memory_bytes_per_s: float = inf
+    reduce_bytes_per_s: float = inf
+    name: str = ""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Efficiency:
+    """Shares of the peaks that are reached."""
+
+    matmul: Share
+    memory: Share
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device."""
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    efficiency: Efficiency
+    op_overhead_s: float
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Reached floating-point operations per second of matmuls in `dtype` ("bfloat16")."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"]) * self.efficiency.matmul
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Reached bytes per second, reads and writes together."""
+        return self.bandwidth_bytes_per_s * self.efficiency.memory
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Level:
+    """A link between `ranks` consecutive ranks; None: between all."""
+
+    name: str
+    ranks: Count | None
+    latency_s: NonNegative
+    bandwidth_bytes_per_s: Positive
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Links, innermost first."""
+
+    levels: tuple[Level, ...]
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Consecutive ranks that the innermost link joins; None when it joins all."""
+        return self.levels[0].ranks
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and what joins many of it."""
+
+    name: str
+    device: Device
+    topology: Topology
+
+    def link_for(self, axis: str, mesh: Mesh) -> Link:
+        """The link that the groups of a mesh axis talk over: that of the group which spans most."""
+        size, stride = mesh.size(axis), axis_stride(axis, mesh)
+        level, inner = self.topology.levels[0], None
+        for outer in self.topology.levels[1:]:
+            if level.ranks is None or not leaves_block(size, stride, level.ranks, mesh.world_size):
+                break
+            level, inner = outer, level
+        bandwidth = level.bandwidth_bytes_per_s
+        if inner is not None and inner.ranks is not None and axis != "pp":
+            members = min(size, max(1, inner.ranks // stride))
+            bandwidth = min(bandwidth * members, max(bandwidth, inner.bandwidth_bytes_per_s))
+        return Link(level.latency_s, bandwidth, self.device.memory_bytes_per_s, name=level.name)
+
+
+class HardwareFile(BaseModel):
+    """A hardware file as it is written."""
+
+    model_config = STRICT
+
+    name: str
+    memory_bytes: Count
+    bandwidth_bytes_per_s: Positive
+    peak_flops: Mapping[str, Positive]
+    efficiency: Efficiency
+    op_overhead_s: NonNegative
+    levels: tuple[Level, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> HardwareFile:
+        if "float32" not in self.peak_flops:
+            raise ValueError("peak_flops has no float32, the rate of every dtype that is not listed")
+        if self.levels[-1].ranks is not None:
+            raise ValueError("the last of levels must join all ranks: give it ranks: null")
+        for inner, outer in pairwise(self.levels):
+            if inner.ranks is None or (outer.ranks is not None and outer.ranks <= inner.ranks):
+                raise ValueError(f"levels go from the smallest to the largest: {inner.name} comes before {outer.name}")
+        return self
+
+    def hardware(self) -> Hardware:
+        """The same as values."""
+        device = Device(
+            self.name,
+            self.memory_bytes,
+            self.bandwidth_bytes_per_s,
+            self.peak_flops,
+            self.efficiency,
+            self.op_overhead_s,
+        )
+        return Hardware(self.name, device, Topology(self.levels))
+
+
+def known_hardware() -> tuple[str, ...]:
+    """Names that ship, sorted."""
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in FOLDER.iterdir() if entry.name.endswith(".yaml")))
+
+
+def load_hardware(name_or_file: str) -> Hardware:
+    """Hardware by a name that ships, or from a file; InputError names those that ship, or the key that is wrong."""
+    if name_or_file in known_hardware():
+        entry = FOLDER / f"{name_or_file}.yaml"
+        return read_hardware(parse(entry.read_text("utf-8"), name_or_file), name_or_file)
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise InputError(
+            f"hardware: found {name_or_file!r}, expected one of {', '.join(known_hardware())}, or a hardware file (YAML)"
+        )
+    return read_hardware(load(path), name_or_file)
+
+
+def read_hardware(data: object, where: str) -> Hardware:
+    """Hardware from a file's data."""
+    try:
+        return HardwareFile.model_validate(data).hardware()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{where}: {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def axis_stride(axis: str, mesh: Mesh) -> int:
+    """Difference in rank between neighbours along an axis; ep runs along dp."""
+    place = RANK_AXES.index("dp" if axis == "ep" else axis)
+    return prod(mesh.size(a) for a in RANK_AXES[place + 1 :])
+
+
+def leaves_block(size: int, stride: int, block: int, world_size: int) -> bool:
+    """Whether some group of `size` ranks that are `stride` apart has members in two blocks of consecutive ranks."""
+    span = stride * (size - 1)
+    firsts = (start + offset for start in range(0, world_size, stride * size) for offset in range(stride))
+    return any(first // block != (first + span) // block for first in firsts)
