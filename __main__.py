@@ -1,0 +1,7 @@
+"""`python -m meshwright`: the command line."""
+
+import sys
+
+from meshwright.cli import main
+
+sys.exit(main())
