@@ -14,23 +14,23 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import typer
 from rich.console import Console, RenderableType
 from typer.exceptions import TyperException
 
-from meshwright import driver
 from meshwright.plans.diff import diff as compare
 from meshwright.plans.diff import diff_lines
 from meshwright.plans.document import Declaration, PlanDocument
 from meshwright.plans.errors import InputError
+from meshwright.plans.programs import program_name, stage_parameters
 from meshwright.plans.reading import EXPECTED, read_declaration
 from meshwright.plans.save import PLAN_FILE, check_free, load_checked, load_plan, load_program, load_programs, load_signature
 from meshwright.plans.show import WIDTH, plain, show_layer, show_plan, show_rank
 from meshwright.plans.yaml_io import load
-from meshwright.runtime.program import program_name, stage_parameters
 from meshwright.runtime.schedules import SCHEDULES
 
 MODEL_FORMS = "a model directory, a config.json, a .gguf file, a hub id or package.module:factory"
@@ -50,6 +50,33 @@ app = typer.Typer(
 
 class CheckFailedError(Exception):
     """A check that ran and failed."""
+
+
+class Compiled(Protocol):
+    """What the driver makes of a model."""
+
+    @property
+    def document(self) -> PlanDocument: ...
+    def save(self, directory: Path) -> object: ...
+    def summary(self) -> str: ...
+
+
+class Report(Protocol):
+    """What a dry run found."""
+
+    def lines(self) -> Sequence[str]: ...
+
+
+class Driver(Protocol):
+    """The part of meshwright.driver that commands call."""
+
+    def compile_plan(self, model: str, *, declaration: Declaration, progress: Callable[[str], None]) -> Compiled: ...
+    def dry_run_rank(self, plan_dir: Path, rank: int) -> Report: ...
+
+
+def load_driver() -> Driver:
+    """The driver, with torch, transformers and the solver: seconds that `show` and `--help` need not wait for."""
+    return cast(Driver, import_module("meshwright.driver"))
 
 
 PlanDir = Annotated[Path, typer.Argument(metavar="PLAN_DIR", help="the directory that compile wrote")]
@@ -137,7 +164,8 @@ def compile_command(
         raise InputError("MODEL: missing; expected " + MODEL_FORMS)
     check_free(output)
     with _progress() as progress:
-        plan = driver.compile_plan(declaration.model.source, declaration=declaration, progress=progress)
+        progress("loading torch")
+        plan = load_driver().compile_plan(declaration.model.source, declaration=declaration, progress=progress)
         plan.save(output)
     if as_json:
         print(json.dumps({"plan": str(output), **_facts(plan.document)}))
@@ -238,7 +266,7 @@ def _rank(text: str, document: PlanDocument) -> int:
 def _dry_run(plan_dir: Path, rank: int) -> tuple[str, ...]:
     """What a dry run found; one that fails is a failed check, not bad input."""
     try:
-        return tuple(driver.dry_run_rank(plan_dir, rank).lines())
+        return tuple(load_driver().dry_run_rank(plan_dir, rank).lines())
     except InputError as error:
         raise CheckFailedError(str(error)) from error
 

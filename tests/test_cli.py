@@ -62,7 +62,7 @@ class FakeReport:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(cli, "driver", fake)
+    monkeypatch.setattr(cli, "load_driver", lambda: fake)
     return fake
 
 
@@ -213,3 +213,9 @@ def test_module_runs_and_survives_a_closed_pipe(plan_dir: Path) -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith('{"plan"')
     assert done.stderr == ""
+
+
+def test_show_loads_neither_torch_nor_transformers(plan_dir: Path) -> None:
+    code = f"import sys; from meshwright.cli import main; main(['show', {str(plan_dir)!r}, '--rank', '1'])"
+    check = "assert not {'torch', 'transformers', 'ortools'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", f"{code}; {check}"], timeout=120, check=False).returncode == 0
