@@ -18,8 +18,7 @@ import torch
 import typer
 from huggingface_hub import save_torch_state_dict
 
-from meshwright.compiler.capture.build import build_model
-from meshwright.compiler.capture.source import find_source
+from meshwright.compiler.capture import build_model, find_source
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_plan, load_signature
@@ -31,7 +30,7 @@ SHARD = "4GB"
 def build_plan_model(document: PlanDocument) -> torch.nn.Module:
     """The single-process model that a plan was made from, with the plan's start weights, in fp32 on the CPU."""
     source = find_source(document.model.source, document.task, document.attention)
-    return build_model(source, seed=document.seed).float()
+    return build_model(source, seed=document.seed)
 
 
 def start_weights(model: torch.nn.Module, signature: Signature) -> dict[str, torch.Tensor]:

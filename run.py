@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 from typer.exceptions import TyperException
+from typer.main import get_command
 
 from meshwright import bench, train, verify
 from meshwright.plans.errors import InputError
@@ -43,7 +44,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Ru
 def plan(
     ctx: typer.Context,
     plan_dir: Annotated[Path, typer.Argument(help="the directory that compile wrote")],
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    debug: Annotated[bool, typer.Option(DEBUG, help="show the traceback of an error")] = False,
 ) -> None:
     """The plan that the command runs."""
     ctx.obj = plan_dir
@@ -64,7 +65,7 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     sys.excepthook = end_with
     arguments = [a for a in sys.argv[1:] if a != DEBUG]
-    status = app(arguments, prog_name="meshwright.run", standalone_mode=False) or 0
+    status = get_command(app).main(arguments, prog_name="meshwright.run", standalone_mode=False) or 0
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,6 +34,7 @@ from meshwright.plans.signature import Signature
 from meshwright.runtime.engine import Engine
 from meshwright.tokens import TokenSource, open_tokens, prepare
 
+LONGEST_PREPARATION = timedelta(hours=24)
 Shape = Literal["cosine", "constant"]
 
 
@@ -104,7 +106,7 @@ def command(
     document, signature = load_checked(plan_dir)
     source = TokenSource(data, document.model.source, document.model.kind, signature.vocab_size)
     rates = LearningRate(lr, warmup, steps, schedule, lr / 10 if min_lr is None else min_lr)
-    settings = {"name": optimizer, "lr": rates.at(0), "weight_decay": weight_decay, "clip": clip or None}
+    settings: dict[str, object] = {"name": optimizer, "lr": rates.at(0), "weight_decay": weight_decay, "clip": clip or None}
     if optimizer == "adamw":
         settings["betas"] = betas
     engine = Engine(plan_dir, optimizer=settings)
@@ -128,7 +130,7 @@ def load_batches(
     """Global batches; the first process of each machine tokenises, before the others open what it wrote."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         prepare(source)
-    dist.barrier()
+    dist.barrier(dist.new_group(backend="gloo", timeout=LONGEST_PREPARATION))
     inputs = {spec.name: tuple(spec.shape) for spec in signature.inputs}
     tokens = open_tokens(source)
     return Batches(tokens, document.task, inputs, document.global_batch, seed, signature.vocab_size, mask_token)
@@ -139,8 +141,7 @@ def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: rang
     for step in steps:
         batch = batches.batch(step)
         start = time.perf_counter()
-        engine.learning_rate = rates.at(step)
-        done = engine.train_step(batch)
+        done = engine.train_step(batch, lr=rates.at(step))
         seconds = time.perf_counter() - start
         tokens = batch["input_ids"].numel()
         yield StepRecord(step, done.loss, done.grad_norm, rates.at(step), tokens / seconds, seconds)
