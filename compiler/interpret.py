@@ -1,7 +1,7 @@
 """The reference interpreter: runs a Graph in one process, differentiably. What every emitted program must equal.
 
-`aten.x.y` is torch.ops.aten.x.y, other namespaces are torch.ops' too; `view` runs as reshape, as in emitted programs; `mw.*` ops are the plain
-torch functions of `MW`. Dropout draws from torch's default generator.
+`aten.x.y` is torch.ops.aten.x.y, other namespaces are torch.ops' too; `view` runs as reshape, as in emitted programs; `mw.*`
+ops are the plain torch functions of `MW`. Dropout draws from torch's default generator.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from meshwright.compiler.graph import Graph, Op, Ref, map_refs
 Tensors = Mapping[str, torch.Tensor]
 
 
-def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float
-) -> torch.Tensor:
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float) -> torch.Tensor:
     """Cross-entropy summed over the targets that are not ignored."""
-    return F.cross_entropy(
-        logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 def token_mean(total: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -58,13 +54,15 @@ def call(op: Op, values: Tensors) -> tuple[torch.Tensor, ...]:
     args = map_refs(op.args, read)
     assert isinstance(args, tuple)
     made = function_of(op.target)(*args, **{name: map_refs(item, read) for name, item in op.kwargs})
-    return tuple(made) if isinstance(made, (tuple, list)) else (made,)  # type: ignore[arg-type]
+    results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in results)
+    return results
 
 
 def run_graph(
     graph: Graph, parameters: Tensors, buffers: Tensors, inputs: Tensors, denominators: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The loss of one micro-batch. Parameters and buffers by model path, inputs by name, denominators in the graph's order."""
+    """The loss of one micro-batch. Parameters and buffers by model path, inputs by name, denominators in order."""
     values = {p.value.name: parameters[p.path] for p in graph.parameters}
     values.update((value.name, buffers[path]) for value, path in graph.buffers)
     values.update((value.name, inputs[value.name]) for value in graph.inputs)

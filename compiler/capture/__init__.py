@@ -1,7 +1,7 @@
 """Capture: a model in, the Graph IR out.
 
-`capture` finds the model, builds it without weight memory, exports it on example inputs, and runs the passes of `PIPELINE` over the raw
-graph; the graph is checked after each.
+`capture` finds the model, builds it without weight memory, exports it on example inputs, and runs the passes of `simplify`
+over the raw graph; the graph is checked after each.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ def _signature(graph: Graph, built: Built) -> dict[str, object]:
     named = dict(built.module.named_parameters())
     used = {parameter.path for parameter in graph.parameters}
     entries = {
-        path: {"shape": list(p.shape), "dtype": dtype_name(p.dtype), "trainable": p.requires_grad}
-        for path, p in named.items()
+        path: {"shape": list(p.shape), "dtype": dtype_name(p.dtype), "trainable": p.requires_grad} for path, p in named.items()
     }
     first = {id(p): path for path, p in named.items()}
     every = built.module.named_parameters(remove_duplicate=False)

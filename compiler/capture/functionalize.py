@@ -1,8 +1,8 @@
 """In-place ops and views to pure ops.
 
-An in-place op on %v makes a new value that stands for %v from then on. When %v is a view, the new value is written back into what it
-views (slice -> slice_scatter, select -> select_scatter, transpose -> transpose ...), up to the tensor that owns the storage; other
-views of the same storage are made again when they are next read.
+An in-place op on %v makes a new value that stands for %v from then on. When %v is a view, the new value is written back into
+what it views (slice -> slice_scatter, select -> select_scatter, transpose -> transpose ...), up to the tensor that owns the
+storage; other views of the same storage are made again when they are next read.
 
     `current[v]`   the value that now stands for v
     `views[v]`     (parent, op) for values that share the storage of their parent
@@ -140,8 +140,8 @@ class _Functionalization:
             value = self.values[ref.name]
             return torch.empty(value.shape, dtype=_dtype(value), device="meta")
 
-        args = map_refs(rebound.args, meta)  # type: ignore[arg-type]
-        kwargs = {name: map_refs(item, meta) for name, item in rebound.kwargs}  # type: ignore[arg-type]
+        args = map_refs(rebound.args, meta)
+        kwargs = {name: map_refs(item, meta) for name, item in rebound.kwargs}
         made = function(*args, **kwargs)  # type: ignore[misc]
         assert isinstance(made, torch.Tensor)
         typed = replace(result, dtype=str(made.dtype).removeprefix("torch."))

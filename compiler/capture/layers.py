@@ -1,17 +1,19 @@
 """Segments and kinds: which runs of ops are one layer, and which layers are the same program.
 
-Segment  a layer is all COMPUTE ops below the outermost integer component of their module path (`model.layers.3`, `encoder.block.0`,
-         `transformer.h.7`). What is computed before the first layer is `embedding`, after the last `head`, between layers
-         `bridge`, `bridge.1` ...; ops between two layers of one container that read no parameter join the layer before them.
+Segment  a layer is all COMPUTE ops below the outermost integer component of their module path (`model.layers.3`,
+         `encoder.block.0`, `transformer.h.7`). What is computed before the first layer is `embedding`, after the last `head`,
+         between layers `bridge`, `bridge.1` ...; ops between two layers of one container that read no parameter join the layer
+         before them.
 Order    layers whose ops interleave are put in order of their first op, where dependencies allow it.
-Kind     `canonical` writes a segment as text: targets, literals, shapes, dtypes, local numbering of values, parameter names relative
-         to the segment, and which results are read outside. Equal text is one kind, and its segments match op by op.
+Kind     `canonical` writes a segment as text: targets, literals, shapes, dtypes, local numbering of values, parameter names
+         relative to the segment, and which results are read outside. Equal text is one kind; its segments match op by op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from meshwright.compiler.graph import Graph, Level, Ref, Segment, Value, map_refs
 
@@ -34,13 +36,17 @@ def container(prefix: str) -> str:
 
 
 def find_segments(graph: Graph) -> Graph:
-    """The graph with ops in the order CONSTANT, INPUT, segment by segment, and `segments` filled in. Levels must be assigned."""
+    """The graph with ops in the order CONSTANT, INPUT, segment by segment, and `segments` filled in. Needs levels."""
     labels = _labels(graph)
     rank = {label: position for position, label in enumerate(dict.fromkeys(labels.values()))}
     if not _can_sort(graph, labels, rank):
         labels = _split(labels)
         rank = {label: position for position, label in enumerate(dict.fromkeys(labels.values()))}
-    order = sorted(range(len(graph.ops)), key=lambda i: (LEVELS.index(graph.ops[i].level), rank.get(labels.get(i, ""), 0), i))
+
+    def position(index: int) -> tuple[int, int, int]:
+        return LEVELS.index(graph.ops[index].level), rank.get(labels.get(index, ""), 0), index
+
+    order = sorted(range(len(graph.ops)), key=position)
     graph = replace(graph, ops=tuple(graph.ops[i] for i in order))
     members: dict[str, list[int]] = {}
     for index, old in enumerate(order):
@@ -48,9 +54,7 @@ def find_segments(graph: Graph) -> Graph:
             members.setdefault(labels[old], []).append(index)
     texts = {label: canonical(graph, members[label], _prefix_of(label)) for label in members}
     kinds = _kind_names(texts)
-    segments = tuple(
-        Segment(label, _prefix_of(label), kinds[label], tuple(indices)) for label, indices in members.items()
-    )
+    segments = tuple(Segment(label, _prefix_of(label), kinds[label], tuple(indices)) for label, indices in members.items())
     return replace(graph, segments=segments)
 
 
@@ -66,13 +70,13 @@ def _labels(graph: Graph) -> dict[int, str]:
     in_layers = [position for position, prefix in enumerate(prefixes) if prefix]
     if not in_layers:
         return dict.fromkeys(compute, HEAD)
-    labels = dict(zip(compute, prefixes))
+    labels = dict(zip(compute, prefixes, strict=True))
     for position in range(in_layers[0]):
         labels[compute[position]] = EMBEDDING
     for position in range(in_layers[-1] + 1, len(compute)):
         labels[compute[position]] = HEAD
     bridges = 0
-    for before, after in zip(in_layers, in_layers[1:]):
+    for before, after in pairwise(in_layers):
         run = compute[before + 1 : after]
         if not run:
             continue

@@ -3,10 +3,10 @@
 A mean cross-entropy over the targets of one micro-batch becomes
     mw.cross_entropy_sum(logits, labels, ignore_index, label_smoothing)   sum over the micro-batch's targets
     mw.token_mean(sum, denominator_j)                                     divided by the global number of targets
-so that contributions of micro-batches and data-parallel ranks add up to the mean over the global batch. `Graph.counts[j]` is the INPUT-level
-value that counts the micro-batch's targets. That is exact where the loss is linear in the term: `split_loss` walks from the loss
-through sums, scalings and casts to the terms. A term that is not a recognised cross-entropy is averaged over micro-batches
-(its count is the constant 1), and a note says so.
+so that contributions of micro-batches and data-parallel ranks add up to the mean over the global batch. `Graph.counts[j]` is
+the INPUT-level value that counts the micro-batch's targets. That is exact where the loss is linear in the term: `split_loss`
+walks from the loss through sums, scalings and casts to the terms. A term that is not a recognised cross-entropy is averaged
+over micro-batches (its count is the constant 1), and a note says so.
 """
 
 from __future__ import annotations
@@ -44,28 +44,25 @@ def split_loss(graph: Graph) -> Graph:
     for name in terms:
         denominator = Value(f"denominator_{len(denominators)}", (), "float32")
         producer = graph.producers.get(name)
-        op = graph.ops[producer] if producer is not None else None
-        found = _recognised(graph, op) if op is not None else None
-        if op is None or producer is None:
+        if producer is None:
             continue
-        ops, count = (
-            _cross_entropy(graph, op, found, denominator) if found else _micro_batch_mean(graph, op, denominator)
-        )
-        if found is None:
+        op = graph.ops[producer]
+        found = _recognised(graph, op)
+        if found is not None:
+            removed.add(producer)
+            inserted[producer], count = _cross_entropy(graph, op, found, denominator)
+        else:
+            inserted[producer], count = _micro_batch_mean(graph, op, denominator)
             notes.append(
                 f"{op.module or 'model'}: loss term {name} ({op.target}) is not a mean cross-entropy over class indices: "
                 f"averaged over micro-batches, each counting the same"
             )
-        else:
-            removed.add(producer)
-        inserted[producer] = ops
-        renamed[name] = ops[-1].name
+        renamed[name] = inserted[producer][-1].name
         denominators.append(denominator)
         counts.append(count)
-    ops = _rebuilt(graph, inserted, renamed, removed)
     return replace(
         graph,
-        ops=ops,
+        ops=_rebuilt(graph, inserted, renamed, removed),
         denominators=tuple(denominators),
         counts=tuple(counts),
         notes=tuple(notes),

@@ -1,7 +1,7 @@
 """Attention masks that are constants, evaluated and replaced by what they say.
 
-A mask given to scaled_dot_product_attention rules the flash kernels out. HF builds masks in the graph; those that depend on no input are
-evaluated here, once each:
+A mask given to scaled_dot_product_attention rules the flash kernels out. HF builds masks in the graph; those that depend on no
+input are evaluated here, once each:
     exactly causal            no mask, is_causal=True
     all true (or all zero)    no mask
     anything else             stays, reduced to batch and heads 1 where it does not vary over them
@@ -124,7 +124,7 @@ def evaluate(graph: Graph, name: str, buffers: Mapping[str, torch.Tensor]) -> to
     with torch.no_grad():
         for index in needed:
             op = graph.ops[index]
-            for result, tensor in zip(op.results, call(op, known)):
+            for result, tensor in zip(op.results, call(op, known), strict=True):
                 known[result.name] = tensor
             for operand in dict.fromkeys(op.operands):
                 uses[operand] -= 1

@@ -40,7 +40,7 @@ def rebind(op: Op, names: Mapping[str, str]) -> Op:
 
 
 def packet(op: Op) -> str:
-    """"linear" of aten.linear.default."""
+    """The `linear` of aten.linear.default."""
     return op.target.split(".")[1]
 
 
@@ -187,14 +187,12 @@ def drop_no_ops(graph: Graph) -> Graph:
             names[op.name] = op.operands[0]
         else:
             ops.append(op)
-    return replace(graph, ops=tuple(ops), **_outputs(graph, names))
+    return _renamed_outputs(replace(graph, ops=tuple(ops)), names)
 
 
-def _outputs(graph: Graph, names: Mapping[str, str]) -> dict[str, object]:
-    return {
-        "loss": names.get(graph.loss, graph.loss),
-        "counts": tuple(names.get(count, count) for count in graph.counts),
-    }
+def _renamed_outputs(graph: Graph, names: Mapping[str, str]) -> Graph:
+    counts = tuple(names.get(count, count) for count in graph.counts)
+    return replace(graph, loss=names.get(graph.loss, graph.loss), counts=counts)
 
 
 # unused and equal
@@ -228,11 +226,11 @@ def merge_equal(graph: Graph) -> Graph:
             continue
         key = f"{op.target}({op.args!r}, {op.kwargs!r})"
         if key in first:
-            names.update((old.name, new.name) for old, new in zip(op.results, first[key].results))
+            names.update((old.name, new.name) for old, new in zip(op.results, first[key].results, strict=True))
         else:
             first[key] = op
             ops.append(op)
-    return replace(graph, ops=tuple(ops), **_outputs(graph, names))
+    return _renamed_outputs(replace(graph, ops=tuple(ops)), names)
 
 
 def rename(graph: Graph) -> Graph:
@@ -250,7 +248,7 @@ def rename(graph: Graph) -> Graph:
             names[result.name] = name
             results.append(replace(result, name=name))
         ops.append(replace(op, results=tuple(results)))
-    return replace(graph, ops=tuple(ops), **_outputs(graph, names))
+    return _renamed_outputs(replace(graph, ops=tuple(ops)), names)
 
 
 def _given(graph: Graph) -> Iterable[Value]:

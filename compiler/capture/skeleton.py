@@ -143,7 +143,7 @@ class _HugeFactories(TorchDispatchMode):
     MAKERS = frozenset({"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided"})
 
     def __init__(self, fake: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

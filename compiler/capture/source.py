@@ -52,9 +52,7 @@ TASKS = {
     "sequence-classification": Task(
         "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence"
     ),
-    "token-classification": Task(
-        "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "tokens"
-    ),
+    "token-classification": Task("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "tokens"),
 }
 
 
@@ -86,9 +84,7 @@ def find_source(text: str, task: str | None = None, attention: str = "sdpa") -> 
     return find_configured(text, task, attention)[0]
 
 
-def find_configured(
-    text: str, task: str | None = None, attention: str = "sdpa"
-) -> tuple[ModelSource, PretrainedConfig | None]:
+def find_configured(text: str, task: str | None = None, attention: str = "sdpa") -> tuple[ModelSource, PretrainedConfig | None]:
     """The MODEL argument as a ModelSource, with the configuration that was read to resolve its task (None: a factory)."""
     if task is not None and task not in TASKS:
         raise InputError(f"task: found {task!r}, expected one of {', '.join(TASKS)}")
@@ -172,9 +168,7 @@ def _config_error(source: ModelSource, error: BaseException) -> str:
 
 def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> str:
     """The task asked for, else the one of the configuration's architectures, else the first that this model type has."""
-    names = {
-        name: getattr(modeling_auto, entry.mapping).get(config.model_type) for name, entry in TASKS.items()
-    }
+    names = {name: getattr(modeling_auto, entry.mapping).get(config.model_type) for name, entry in TASKS.items()}
     able = [name for name, classes in names.items() if classes is not None]
     if task is not None:
         if task not in able:

@@ -1,26 +1,26 @@
 """torch.export to the Graph IR: a module and example inputs in, a raw graph and the buffers it reads out.
 
-The raw graph still has in-place ops and views (see functionalize.py), no-ops and outputs that nothing needs (simplify.py). Already done:
+The raw graph still has in-place ops and views (see functionalize.py), no-ops and ops that the loss does not need (simplify.py).
+Already done:
     getitem          gone: an op with several results lists them
-    dtype and device every form of `to` is aten.to.dtype; device, layout and pin_memory arguments are gone: emission places factories
+    dtype and device every form of `to` is aten.to.dtype; device, layout and pin_memory are gone: emission places factories
     shape only       zeros_like, new_ones and the like become aten.full: they depend on no data
     grad modes       regions under no_grad are inlined, what leaves them passes through aten.detach
     tied parameters  one Parameter with aliases
-A custom autograd.Function would be inlined and lose its backward, so it is refused.
+A custom autograd.Function is inlined; functions.py refuses those whose backward that loses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
+from meshwright.compiler.capture.functions import FAILURES, check_applications, recorded_applications
 from meshwright.compiler.graph import Graph, Op, Parameter, Ref, Value
 from meshwright.plans.errors import InputError
 
@@ -84,54 +84,17 @@ def trace(module: nn.Module, example: Mapping[str, object]) -> Traced:
 
 
 def _export(module: nn.Module, example: Mapping[str, object]) -> torch.export.ExportedProgram:
-    with _recorded_functions(module) as functions:
+    with recorded_applications(module) as applications:
         try:
             program = torch.export.export(LossOnly(module), (), dict(example), strict=False)
         except InputError:
             raise
-        except Exception as error:  # noqa: BLE001 - a model's forward may raise anything
+        except FAILURES as error:
             lines = [line for line in str(error).strip().splitlines() if line.strip()]
-            detail = lines[0] if lines else ""
-            raise InputError(
-                f"torch.export cannot trace this model in training: {type(error).__name__}: {detail}"
-            ) from error
-    if functions:
-        listed = ", ".join(sorted(functions))
-        raise InputError(
-            f"the model uses a custom autograd.Function, whose backward torch.export drops: {listed}; "
-            f"register it with torch.library.custom_op and register_autograd instead"
-        )
+            detail = lines[0] if lines else "no message"
+            raise InputError(f"torch.export cannot trace this model in training: {type(error).__name__}: {detail}") from error
+    check_applications(applications)
     return program
-
-
-@contextlib.contextmanager
-def _recorded_functions(module: nn.Module) -> Iterator[set[str]]:
-    """Names of the custom autograd.Functions applied while active, each with the module that applied it."""
-    found: set[str] = set()
-    paths = {id(child): path for path, child in module.named_modules()}
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
-        if not cls.__module__.startswith("torch."):
-            found.add(f"{cls.__module__}.{cls.__qualname__} in {_calling_module(paths)}")
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield found
-    finally:
-        torch.autograd.Function.apply = original
-
-
-def _calling_module(paths: Mapping[int, str]) -> str:
-    """Path of the innermost module whose method is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and paths.get(id(owner)):
-            return paths[id(owner)]
-        frame = frame.f_back  # type: ignore[assignment]
-    return "the model"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -245,7 +208,8 @@ class _Conversion:
         graph_module = _literals(body, env)
         if not isinstance(graph_module, fx.GraphModule):
             raise InputError(f"op {kind} of the exported graph has no body")
-        inner = dict(zip((n for n in graph_module.graph.nodes if n.op == "placeholder"), _literals(operands, env)))
+        places = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        inner = {place: _literals(operand, env) for place, operand in zip(places, operands, strict=True)}
         results = self._body(graph_module, inner, no_grad=not enabled)
         if enabled:
             return results
@@ -272,14 +236,14 @@ class _Conversion:
         if fakes is None:
             return None
         module = _module_path(node)
-        results = fakes if isinstance(fakes, (tuple, list)) else [fakes]
+        results = list(fakes) if isinstance(fakes, (tuple, list)) else [fakes]
         if not all(isinstance(fake, torch.Tensor) for fake in results):
             raise InputError(f"{module or 'model'}: {target} gives {fakes}, a number that depends on the data")
         args = tuple(_literals(item, env) for item in node.args)
         kwargs = {name: _literals(item, env) for name, item in node.kwargs.items() if name not in PLACEMENT}
         target, args, kwargs = _canonical(target, args, kwargs, results[0])
         names = [node.name] if len(results) == 1 else _result_names(node, len(results))
-        values = tuple(self._value(self._fresh(name), fake) for name, fake in zip(names, results))
+        values = tuple(self._value(self._fresh(name), fake) for name, fake in zip(names, results, strict=True))
         op = Op(target, args, tuple(kwargs.items()), values, module)
         self.ops.append(op)
         self._record_aliases(op, node, results, env)
@@ -296,8 +260,8 @@ class _Conversion:
             ref = env.get(source)
             if not isinstance(base, torch.Tensor) or not isinstance(ref, Ref):
                 continue
-            for value, fake in zip(op.results, fakes):
-                if torch._C._is_alias_of(fake, base):
+            for value, fake in zip(op.results, fakes, strict=True):
+                if fake.untyped_storage()._cdata == base.untyped_storage()._cdata:
                     self.aliases.setdefault(value.name, ref.name)
 
 

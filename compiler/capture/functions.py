@@ -1,0 +1,161 @@
+"""Custom autograd.Functions: torch.export inlines their forward and drops their backward.
+
+That changes nothing when the backward is the derivative of the forward (Bloom's GELU), and silently gives wrong gradients
+when it is not (straight-through estimators, Phi-MoE's router). `recorded_applications` notes every application during an
+export, and `check_applications` runs each once on small random tensors, its own backward against autograd through its
+forward. A Function that differs, or cannot be tried, is an InputError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.plans.errors import InputError
+
+SMALL_SIZE = 32
+TOLERANCE = 1e-4
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What the code of a model may raise."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """One application: the Function, its arguments (tensors as (shape, dtype, requires_grad)), the module that applied it."""
+
+    function: type[torch.autograd.Function]
+    arguments: tuple[object, ...]
+    module: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor argument."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Context:
+    """Stands for autograd's ctx while a forward runs as plain code: takes whatever is stored on it."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+    def save_for_forward(self, *tensors: torch.Tensor) -> None: ...
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+@contextlib.contextmanager
+def recorded_applications(module: nn.Module) -> Iterator[list[Application]]:
+    """While active, applications of autograd.Functions that are not torch's own are listed, equal ones once."""
+    found: dict[object, Application] = {}
+    listed: list[Application] = []
+    paths = {id(child): path for path, child in module.named_modules()}
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
+        if not cls.__module__.startswith("torch."):
+            shapes = tuple(_shape(item) for item in args)
+            key = (cls, repr(shapes))
+            if key not in found:
+                found[key] = Application(cls, shapes, _calling_module(paths))
+                listed.append(found[key])
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield listed
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _shape(item: object) -> object:
+    return Shape(tuple(int(s) for s in item.shape), item.dtype, item.requires_grad) if isinstance(item, torch.Tensor) else item
+
+
+def _calling_module(paths: Mapping[int, str]) -> str:
+    """Path of the innermost module whose method is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and paths.get(id(owner)):
+            return paths[id(owner)]
+        frame = frame.f_back
+    return "the model"
+
+
+def check_applications(applications: list[Application]) -> None:
+    """InputError for the first Function whose backward is not the derivative of its forward."""
+    for application in applications:
+        try:
+            error = _gradient_error(application)
+        except FAILURES as failure:
+            raise _refusal(application, f"it could not be tried alone ({type(failure).__name__})") from failure
+        if error > TOLERANCE:
+            raise _refusal(application, f"its gradients differ by {error:.0%} from those of its forward")
+
+
+def _refusal(application: Application, reason: str) -> InputError:
+    return InputError(
+        f"{application.module}: {application.name} is a custom autograd.Function, whose backward torch.export drops, "
+        f"and {reason}; make it a torch.library.custom_op with register_autograd"
+    )
+
+
+def _gradient_error(application: Application) -> float:
+    """The largest difference between its own gradients and those through its forward, relative to the largest gradient."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = sorted({s for item in application.arguments if isinstance(item, Shape) for s in item.sizes})
+        small = {size: min(size, SMALL_SIZE + sizes.index(size)) for size in sizes}
+        arguments = [_example(item, small) for item in application.arguments]
+        own = _gradients(application.function.apply, arguments, None)
+        plain = _gradients(lambda *args: _forward(application.function, args), arguments, own[0])
+    scale = max((float(g.abs().max()) for g in own[1] if g.numel()), default=0.0)
+    differences = [float((a - b).abs().max()) for a, b in zip(own[1], plain[1], strict=True) if a.numel()]
+    return max(differences, default=0.0) / (scale + 1e-12) if any(differences) else 0.0
+
+
+def _example(item: object, small: Mapping[int, int]) -> object:
+    if not isinstance(item, Shape):
+        return item
+    sizes = [small[s] for s in item.sizes]
+    return torch.randn(sizes).to(item.dtype) if item.dtype.is_floating_point else torch.zeros(sizes, dtype=item.dtype)
+
+
+def _gradients(
+    function: object, arguments: list[object], weights: list[torch.Tensor] | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Random weights of the results (made when None), and the gradients of the weighted results in every floating argument."""
+    given = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    assert callable(function)
+    with torch.enable_grad():
+        made = function(*given)
+    made = made if isinstance(made, (tuple, list)) else [made]
+    results = [r for r in made if isinstance(r, torch.Tensor) and r.requires_grad]
+    weights = weights if weights is not None else [torch.randn_like(r) for r in results]
+    leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+    gradients = torch.autograd.grad(results, leaves, weights, allow_unused=True)
+    return weights, [torch.zeros_like(a) if g is None else g for g, a in zip(gradients, leaves, strict=True)]
+
+
+def _forward(function: type[torch.autograd.Function], arguments: tuple[object, ...]) -> object:
+    """The forward as plain code, in either of its two styles."""
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        return function.forward(*arguments)
+    return function.forward(Context(), *arguments)
