@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -13,8 +12,11 @@ import torch.distributed as dist
 from meshwright.plans.errors import InputError
 
 T = TypeVar("T")
-GRACE_S = 20.0
+GRACE_S = 10.0
 """How long a rank that lost its peers waits to be ended, so that what the first rank to fail said stays last."""
+
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How gloo says that another process is gone."""
 
 
 def together(action: Callable[[], T]) -> T:
@@ -35,7 +37,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 class FailureReport:
-    """Context manager: an exception inside is told in one line on stderr that starts `error: rank`, and goes on.
+    """Context manager: an exception inside goes on with a note, the last line of its traceback: `error: rank ...`.
 
     Bad input is left alone: it is raised on every rank. A rank whose peers went away waits for the launcher to end it
     before it says so.
@@ -55,8 +57,8 @@ class FailureReport:
         if _is_lost_peer(error):
             time.sleep(GRACE_S)
         first = (str(error).splitlines() or [""])[0]
-        print(f"error: {self._describe()}: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
+        error.add_note(f"error: {self._describe()}: {type(error).__name__}: {first}")
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, (dist.DistError, RuntimeError)) and any(sign in str(error) for sign in LOST_PEER)

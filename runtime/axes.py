@@ -22,6 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -208,11 +209,11 @@ class ProcessAxis(Axis):
 
     def _start_gather(self, x: Tensor) -> Pending:
         out = x.new_empty((self.size, *x.shape))
-        return _started(dist.all_gather_into_tensor(_flat(out), _flat(x), group=self.group, async_op=True), out)
+        return _started(dist.all_gather_single(_flat(out), _flat(x), group=self.group, async_op=True), out)
 
     def _start_scatter(self, stacked: Tensor) -> Pending:
         out = stacked.new_empty(stacked.shape[1:])
-        return _started(dist.reduce_scatter_tensor(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
+        return _started(dist.reduce_scatter_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
 
     def _start_exchange(self, stacked: Tensor) -> Pending:
         out = torch.empty_like(stacked)
@@ -279,11 +280,11 @@ class DryAxis(Axis):
         return done(torch.empty_like(stacked))
 
 
-def build_axes(mesh: Mesh, rank: int) -> dict[str, Axis]:
+def build_axes(mesh: Mesh, rank: int, timeout: timedelta | None = None) -> dict[str, Axis]:
     """This rank's axes over process groups. Every rank of an initialised torch.distributed calls it once, alike.
 
     Groups are made in the same order on all ranks; equal groups (ep and dp when ep = dp) are made once, and the
-    world is used as it is.
+    world is used as it is. A rank that waits longer than `timeout` for its peers gives up (torch's default: 30 minutes).
     """
     world = tuple(range(mesh.world_size))
     if mesh.world_size > 1 and mesh.world_size != dist.get_world_size():
@@ -298,7 +299,7 @@ def build_axes(mesh: Mesh, rank: int) -> dict[str, Axis]:
             continue
         for ranks in mesh.groups(name):
             if ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks))
+                groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         own = mesh.group(rank, name)
         axes[name] = ProcessAxis(name, groups[own], own, mesh.coordinates(rank)[name])
     return axes

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.plans.mesh import AXES
 from meshwright.runtime.axes import Axis
+from meshwright.runtime.random import OFF
 
 RECOMPUTE = ("none", "full")
 MASK = (1 << 64) - 1
@@ -48,7 +49,12 @@ class Context:
     """A rank's axes, device and place in the run."""
 
     def __init__(
-        self, axes: Mapping[str, Axis], device: torch.device | str, seed: int = 0, recompute: str = "none"
+        self,
+        axes: Mapping[str, Axis],
+        device: torch.device | str,
+        seed: int = 0,
+        recompute: str = "none",
+        dropout: bool = True,
     ) -> None:
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE)}")
@@ -56,6 +62,7 @@ class Context:
         self.device = torch.device(device)
         self.plan_seed = seed
         self.recompute = recompute
+        self.dropout = dropout
         self.step = 0
         self.micro_batch = 0
 
@@ -66,7 +73,9 @@ class Context:
         return self.axes[name]
 
     def seed(self, index: int, site: int, sharded_axes: tuple[str, ...] = ()) -> int:
-        """Seed of one random op of this micro-batch; see the module."""
+        """Seed of one random op of this micro-batch; see the module. OFF when dropout is off."""
+        if not self.dropout:
+            return OFF
         place = [self.plan_seed, self.step, self.micro_batch, self.axis("dp").index]
         for name in sorted(sharded_axes):
             place += [AXES.index(name) + 1, self.axis(name).index]

@@ -8,7 +8,7 @@ run the schedule's actions (runtime.execution); sum the gradients over ranks (ru
 squared gradient norm over all ranks in FP64, in one all-reduce; clip; update.
 
 Every method is called on every rank, with the same arguments. InputError is raised on all ranks; any other failure is
-told as `error: rank R ...` and ends this rank, upon which torchrun ends the others.
+told by the traceback's last line, `error: rank R ...`, and ends this rank, upon which torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Metrics:
 
 class Engine:
     """A rank of a plan. `optimizer` may be left out when nothing is trained; `device` defaults to this rank's GPU, else
-    the CPU. A rank that waits longer than `timeout_s` for another gives up. `learning_rate` may be set at any time."""
+    the CPU. A rank that waits longer than `timeout_s` for another gives up. Without `dropout` nothing is random.
+    `learning_rate` may be set at any time."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Engine:
         optimizer: Mapping[str, object] | None = None,
         device: str | torch.device | None = None,
         timeout_s: float = TIMEOUT_S,
+        dropout: bool = True,
     ) -> None:
         directory = Path(plan_dir)
         self.plan, self.signature = load_checked(directory)
@@ -86,7 +88,7 @@ class Engine:
         self._parameters = FlatParameters(self._placement, self.device)
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
-        self._stage = self._bind(directory)
+        self._stage = self._bind(directory, dropout)
         values, gradients = self._parameters.values, self._parameters.gradients
         self._optimizer = None if options is None else Optimizer(options, values, gradients)
         self.learning_rate = 0.0 if options is None else options.lr
@@ -185,8 +187,8 @@ class Engine:
                     target, parameter.name, self._source.pieces[parameter.name], self._placement.ranges(parameter)
                 )
 
-    def _bind(self, directory: Path) -> Stage:
-        context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute)
+    def _bind(self, directory: Path, dropout: bool) -> Stage:
+        context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
         buffers: dict[str, Tensor] = {}
         if self._program.buffers:
             path = directory / "model" / "buffers.safetensors"

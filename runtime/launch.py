@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -40,15 +40,15 @@ def join_processes(mesh: Mesh, device: torch.device, timeout_s: float) -> dict[s
     started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if started != mesh.world_size:
         raise InputError(f"mesh {mesh} needs {mesh.world_size} processes, torchrun started {started}")
+    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=timeout_s)
         if started > 1:
             dist.init_process_group(backend, timeout=timeout)
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
-    return build_axes(mesh, dist.get_rank())
+    return build_axes(mesh, dist.get_rank(), timeout)
 
 
 def place(
@@ -86,7 +86,7 @@ def tied_groups(
         if isinstance(pipeline, ProcessAxis) and ranks == pipeline.ranks:
             found[stages] = pipeline.group
         else:
-            timeout = datetime.timedelta(seconds=timeout_s)
+            timeout = timedelta(seconds=timeout_s)
             found[stages] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return found
 
@@ -97,7 +97,7 @@ def backward_group(mesh: Mesh, axis: Axis, device: torch.device, timeout_s: floa
         return None
     if device.type != "cuda":
         return axis.group
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in mesh.groups("pp")]
     own: dist.ProcessGroup = next(group for ranks, group in groups if ranks == axis.ranks)
     return own

@@ -1,7 +1,8 @@
 """Dropout whose mask is a function of a seed: neither the order of calls nor recomputation changes it.
 
 `dropout` saves nothing: the backward pass draws the mask again. `sdpa` seeds torch's default generator for the
-duration of the call (attention kernels draw from it) and puts its state back. Seeds have up to 63 bits (Context.seed).
+duration of the call (attention kernels draw from it) and puts its state back. Seeds have up to 63 bits (Context.seed);
+the seed OFF turns dropout off.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+OFF = -1
+"""The seed of a dropout that is turned off."""
 
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
@@ -40,7 +44,7 @@ _dropout: Callable[..., Tensor] = _Dropout.apply
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """x with each entry zeroed with probability p, the others divided by 1 - p."""
-    if p == 0:
+    if p == 0 or seed == OFF:
         return x
     if p == 1:
         return x * 0
@@ -74,7 +78,7 @@ def sdpa(
     seed: int | None = None,
 ) -> Tensor:
     """torch's scaled_dot_product_attention; dropout needs a seed."""
-    if dropout_p == 0:
+    if dropout_p == 0 or seed == OFF:
         return functional.scaled_dot_product_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )

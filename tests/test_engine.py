@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
+from meshwright.runtime import ops
+from meshwright.runtime.context import Context
 from meshwright.runtime.engine import Engine
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks
@@ -173,3 +175,11 @@ def test_bad_options_and_world(tmp_path: Path) -> None:
         Engine(plan).train_step(toy.batch(8))
     with pytest.raises(InputError, match="mesh pp=2,tp=2 needs 4 processes, torchrun started 1"):
         Engine(toy.write_plan(tmp_path / "large", Mesh(pp=2, tp=2)), ADAMW)
+
+
+def test_dropout_can_be_turned_off() -> None:
+    x = torch.ones(8)
+    seed = Context({}, "cpu", dropout=False).seed(0, 0)
+    assert ops.dropout(x, 0.5, seed) is x
+    query = torch.ones(1, 1, 2, 4)
+    assert torch.equal(ops.sdpa(query, query, query, dropout_p=0.9, seed=seed), query)
