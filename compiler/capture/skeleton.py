@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -174,9 +174,27 @@ def _fake_parameters() -> Iterator[None]:
                 made[param] = nn.Parameter(data, requires_grad=param.requires_grad)
         register(self, name, made[param])
 
+    convert = nn.Module._apply
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    nn.Module._apply = _convert_fake  # type: ignore[method-assign]
     try:
         with _HugeFactories(fake):
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _convert_fake(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply (float(), to() ...) by new parameters: torch would swap FakeTensors, which others may hold."""
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    with torch.no_grad():
+        for name, param in self._parameters.items():
+            converted = fn(param) if param is not None else None
+            if param is not None and converted is not None and converted is not param:
+                self._parameters[name] = nn.Parameter(converted, param.requires_grad)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = fn(buffer) if buffer is not None else None
+    return self
