@@ -63,18 +63,31 @@ def main() -> None:
         torch.set_num_threads(1)
     if rank() != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-    sys.excepthook = end_with
     arguments = [a for a in sys.argv[1:] if a != DEBUG]
-    status = get_command(app).main(arguments, prog_name="meshwright.run", standalone_mode=False) or 0
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    with EndsProcess():
+        status = get_command(app).main(arguments, prog_name="meshwright.run", standalone_mode=False) or 0
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
     leave(int(status))
 
 
-def end_with(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process for what nobody caught: says what it was, on the rank that should."""
-    details = "".join(traceback.format_exception(kind, problem, trace))
+class EndsProcess:
+    """Context manager: an exception that nobody caught inside ends the process."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if problem is not None:
+            end_with(problem)
+
+
+def end_with(problem: BaseException) -> NoReturn:
+    """Says what went wrong, on the rank that should, and ends the process."""
+    details = "".join(traceback.format_exception(problem))
     if isinstance(problem, KeyboardInterrupt):
         leave(130)
     if isinstance(problem, (InputError, TyperException)):

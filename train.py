@@ -141,7 +141,8 @@ def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: rang
     for step in steps:
         batch = batches.batch(step)
         start = time.perf_counter()
-        done = engine.train_step(batch, lr=rates.at(step))
+        engine.learning_rate = rates.at(step)
+        done = engine.train_step(batch)
         seconds = time.perf_counter() - start
         tokens = batch["input_ids"].numel()
         yield StepRecord(step, done.loss, done.grad_norm, rates.at(step), tokens / seconds, seconds)

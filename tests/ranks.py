@@ -1,6 +1,6 @@
 """Runs a test function on several ranks of one machine: `run_ranks(4, check_engine, plan_dir, timeout=120)`.
 
-Every rank is a process forked from a server that has imported torch once, so that starting four ranks costs
+Every rank is a process forked from a server that has imported torch and the commands once, so that starting four ranks costs
 milliseconds. A rank sees what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and one thread. The
 function must stand at the top level of its file; its arguments and result are pickled. It makes its own process group
 (the Engine does). Results come back in rank order; a rank that fails ends all of them, and the end of every rank's
@@ -31,7 +31,7 @@ import torch.distributed
 
 T = TypeVar("T")
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["meshwright.tests.ranks"])
+CONTEXT.set_forkserver_preload(["meshwright.tests.ranks", "meshwright.run"])
 TAIL_CHARS = 3000
 
 
