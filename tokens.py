@@ -141,8 +141,8 @@ def load_tokenizer(source: TokenSource) -> PreTrainedTokenizerBase:
         )
     try:
         if source.kind == "gguf":
-            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # type: ignore[no-any-return]
-        return AutoTokenizer.from_pretrained(str(path.parent if path.is_file() else source.model))  # type: ignore[no-any-return]
+            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(str(path.parent if path.is_file() else source.model))
     except (OSError, ValueError, KeyError) as problem:
         reason = str(problem).strip().splitlines()[0]
         raise InputError(
