@@ -1,4 +1,7 @@
-"""Captured transformers models replayed by the reference interpreter: loss and every gradient equal eager, on other data than was traced."""
+"""Captured transformers models replayed by the reference interpreter, on other data than was traced.
+
+The loss and every gradient equal those of the eager model.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from meshwright.compiler.capture import Captured, capture
-from meshwright.compiler.graph import Level
-from meshwright.compiler.interpret import count_targets, run_graph
 from torch import nn
 from transformers import (
     BertConfig,
@@ -29,6 +29,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from meshwright.compiler.capture import Captured, capture
+from meshwright.compiler.graph import Level
+from meshwright.compiler.interpret import count_targets, run_graph
 
 B, S, V = 2, 16, 131
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": V, "max_position_embeddings": 64}
@@ -75,7 +79,9 @@ def phi3() -> nn.Module:
 
 
 def bloom() -> nn.Module:
-    return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V, hidden_dropout=0.0, attention_dropout=0.0))
+    return BloomForCausalLM(
+        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V, hidden_dropout=0.0, attention_dropout=0.0)
+    )
 
 
 def gemma3() -> nn.Module:

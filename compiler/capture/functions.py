@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.compiler.capture.source import FAILURES
 from meshwright.plans.errors import InputError
 
 SMALL_SIZE = 32
 TOLERANCE = 1e-4
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
-"""What the code of a model may raise."""
 
 
 @dataclass(frozen=True)

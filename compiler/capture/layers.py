@@ -3,7 +3,7 @@
 Segment  a layer is all COMPUTE ops below the outermost integer component of their module path (`model.layers.3`,
          `encoder.block.0`, `transformer.h.7`). What is computed before the first layer is `embedding`, after the last `head`,
          between layers `bridge`, `bridge.1` ...; ops between two layers of one container that read no parameter join the layer
-         before them.
+         before them, and so do the same ops after the last layer.
 Order    layers whose ops interleave are put in order of their first op, where dependencies allow it.
 Kind     `canonical` writes a segment as text: targets, literals, shapes, dtypes, local numbering of values, parameter names
          relative to the segment, and which results are read outside. Equal text is one kind; its segments match op by op.
@@ -71,23 +71,32 @@ def _labels(graph: Graph) -> dict[int, str]:
     if not in_layers:
         return dict.fromkeys(compute, HEAD)
     labels = dict(zip(compute, prefixes, strict=True))
-    for position in range(in_layers[0]):
-        labels[compute[position]] = EMBEDDING
-    for position in range(in_layers[-1] + 1, len(compute)):
-        labels[compute[position]] = HEAD
+    labels.update(dict.fromkeys(compute[: in_layers[0]], EMBEDDING))
+    joined: dict[str, list[str]] = {}
     bridges = 0
-    for before, after in pairwise(in_layers):
+    for before, after in pairwise([*in_layers, len(compute)]):
         run = compute[before + 1 : after]
-        if not run:
+        prefix = prefixes[before]
+        is_last = after == len(compute)
+        if not is_last and container(prefix) == container(prefixes[after]) and not _reads_parameters(graph, run):
+            labels.update(dict.fromkeys(run, prefix))
+            if prefix != prefixes[after]:
+                joined[container(prefix)] = [graph.ops[i].target for i in run]
             continue
-        same = container(prefixes[before]) == container(prefixes[after])
-        if same and not any(name in graph.parameter_of for i in run for name in graph.ops[i].operands):
-            label = prefixes[before]
-        else:
-            label = f"{BRIDGE}.{bridges}" if bridges else BRIDGE
+        tail = joined.get(container(prefix), [])
+        if tail and [graph.ops[i].target for i in run[: len(tail)]] == tail and not _reads_parameters(graph, run[: len(tail)]):
+            labels.update(dict.fromkeys(run[: len(tail)], prefix))
+            run = run[len(tail) :]
+        if run and not is_last:
+            labels.update(dict.fromkeys(run, f"{BRIDGE}.{bridges}" if bridges else BRIDGE))
             bridges += 1
-        labels.update(dict.fromkeys(run, label))
+        elif run:
+            labels.update(dict.fromkeys(run, HEAD))
     return labels
+
+
+def _reads_parameters(graph: Graph, run: Sequence[int]) -> bool:
+    return any(name in graph.parameter_of for i in run for name in graph.ops[i].operands)
 
 
 def _can_sort(graph: Graph, labels: dict[int, str], rank: dict[str, int]) -> bool:

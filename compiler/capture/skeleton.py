@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig
 
-from meshwright.compiler.capture.source import TASKS, ModelSource, auto_class, load_config
+from meshwright.compiler.capture.source import FAILURES, TASKS, ModelSource, auto_class, first_line, load_config
 from meshwright.plans.errors import InputError
 
 HUGE_NUMEL = 1 << 26
@@ -54,8 +54,8 @@ def build_model(source: ModelSource, seed: int) -> nn.Module:
         module = auto_class(source.task or "").from_pretrained(
             source.directory, config=config, dtype=torch.float32, **_implementations(source), **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise InputError(f"{source.source}: transformers cannot load these weights: {_first_line(error)}") from error
+    except FAILURES as error:
+        raise InputError(f"{source.source}: transformers cannot load these weights: {first_line(error)}") from error
     return _ready(module, source)
 
 
@@ -66,19 +66,14 @@ def _build(source: ModelSource, config: PretrainedConfig | None = None) -> Built
     config = prepare_config(config or load_config(source), source.source, source.task)
     try:
         module = auto_class(source.task or "").from_config(config, dtype=torch.float32, **_implementations(source))
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise InputError(f"{source.source}: transformers cannot build this model: {_first_line(error)}") from error
+    except FAILURES as error:
+        raise InputError(f"{source.source}: transformers cannot build this model: {first_line(error)}") from error
     return Built(_ready(module, source), None, config)
 
 
 def _implementations(source: ModelSource) -> dict[str, str]:
     """transformers' own defaults are sdpa and grouped_mm where the model has them."""
     return {} if source.attention == "sdpa" else {"attn_implementation": source.attention}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _ready(module: object, source: ModelSource) -> nn.Module:
@@ -113,7 +108,10 @@ def _call_factory(source: ModelSource) -> Built:
         raise InputError(f"{source.source}: module {module_name!r} has no {attribute!r}") from error
     if not callable(factory):
         raise InputError(f"{source.source}: {attribute!r} is a {type(factory).__name__}, not a callable")
-    made = factory()
+    try:
+        made = factory()
+    except FAILURES as error:
+        raise InputError(f"{source.source}: the factory failed: {first_line(error)}") from error
     example = None
     if isinstance(made, tuple):
         if len(made) != 2 or not isinstance(made[1], dict):

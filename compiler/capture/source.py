@@ -20,10 +20,25 @@ from pathlib import Path
 from typing import Protocol
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from meshwright.plans.errors import InputError
+
+FAILURES = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+    StrictDataclassError,
+)
+"""What the code of a model or its configuration may raise on bad input."""
 
 
 class AutoClass(Protocol):
@@ -131,7 +146,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     path = source.directory if source.kind == "gguf" else source.source
     try:
         config = AutoConfig.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except FAILURES as error:
         raise InputError(_config_error(source, error)) from error
     if not isinstance(config, PretrainedConfig):
         raise InputError(f"{source.source}: transformers gave a {type(config).__name__}, not a model configuration")
@@ -157,13 +172,19 @@ def _check_config_file(path: Path) -> None:
 
 def _config_error(source: ModelSource, error: BaseException) -> str:
     """One line for a configuration that transformers could not load."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error)
     if source.kind == "hub":
         return (
             f"{source.source}: not a file or directory, and not found as a hub id ({first}); give a directory with "
             f"config.json, a config.json, a .gguf file, package.module:factory, or a hub id that is cached or reachable"
         )
     return f"{source.source}: transformers cannot load this configuration: {first}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> str:

@@ -20,7 +20,8 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
-from meshwright.compiler.capture.functions import FAILURES, check_applications, recorded_applications
+from meshwright.compiler.capture.functions import check_applications, recorded_applications
+from meshwright.compiler.capture.source import FAILURES, first_line
 from meshwright.compiler.graph import Graph, Op, Parameter, Ref, Value
 from meshwright.plans.errors import InputError
 
@@ -90,9 +91,7 @@ def _export(module: nn.Module, example: Mapping[str, object]) -> torch.export.Ex
         except InputError:
             raise
         except FAILURES as error:
-            lines = [line for line in str(error).strip().splitlines() if line.strip()]
-            detail = lines[0] if lines else "no message"
-            raise InputError(f"torch.export cannot trace this model in training: {type(error).__name__}: {detail}") from error
+            raise InputError(f"torch.export cannot trace this model in training: {first_line(error)}") from error
     check_applications(applications)
     return program
 
