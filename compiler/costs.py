@@ -5,16 +5,16 @@ Terms
     b     1 / `link.bandwidth_bytes_per_s`, seconds per byte; every rank sends and receives at once
     g     1 / `link.reduce_bytes_per_s`, seconds per byte that is added
     p     `ranks` in the group; lg p = log2 p
-    n     `num_bytes` of the whole array, as nccl-tests counts: all-gather's result, the input of reduce-scatter and all-to-all on
-          one rank, the array that all-reduce and broadcast work on
+    n     `num_bytes` of the whole array, as nccl-tests counts: all-gather's result; one rank's input of reduce-scatter and
+          all-to-all; the array that all-reduce and broadcast work on
 
 Sources
     [T]   Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
     [S]   Sanders, Speck, Traeff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009; as in NCCL
     [N]   nccl-tests, doc/PERFORMANCE.md: the same bandwidth terms
 
-Each `..._s` without an algorithm in its name is the cheapest of the algorithms that NCCL and MPICH choose between for training's
-array sizes; one rank costs nothing. No two groups share a wire: hardware.link_for gives each rank its own port.
+Each `..._s` without an algorithm in its name is the cheapest of the algorithms that NCCL and MPICH choose between for the
+arrays of training; one rank costs nothing. No two groups share a wire: hardware.link_for gives each rank its own port.
 """
 
 from __future__ import annotations
