@@ -183,12 +183,14 @@ def does_not_fit(segments: Sequence[SegmentCost], error: Infeasible, kept: Seque
     stage, cost = max(enumerate(costs), key=lambda found: found[1].memory.total)
     memory = cost.memory
     held = (
-        f"parameters {format_bytes(memory.parameters)}, gradients {format_bytes(memory.gradients)}, optimizer "
-        f"{format_bytes(memory.optimizer)}, activations {format_bytes(memory.activations)} with {kept[stage]} micro-batches in flight"
+        f"parameters {format_bytes(memory.parameters)}, gradients {format_bytes(memory.gradients)}, "
+        f"optimizer {format_bytes(memory.optimizer)}, "
+        f"activations {format_bytes(memory.activations)} with {kept[stage]} micro-batches in flight"
     )
     where = f"stages[{stage}] as given" if pinned else f"stage {stage} of the best {len(costs)} stages"
+    cure = "leave stages out, allow" if pinned else "allow"
     return (
-        f"memory_limit: {where} ({cost.segments[0]} to {cost.segments[-1]}) needs {format_bytes(memory.total)} on a rank: {held}; "
-        f"the limit is {format_bytes(limit)}; {'leave stages out, ' if pinned else ''}allow {error.least_bytes} bytes, or use a "
-        "larger pp or tp, a smaller micro_batch or a shorter seq"
+        f"memory_limit: {where} ({cost.segments[0]} to {cost.segments[-1]}) needs {format_bytes(memory.total)} "
+        f"on a rank: {held}; the limit is {format_bytes(limit)}; {cure} {error.least_bytes} bytes, "
+        "or use a larger pp or tp, a smaller micro_batch or a shorter seq"
     )
