@@ -29,6 +29,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.signature import Signature
 from meshwright.runtime.weights import Source, find_weights
 
+BESIDE_PLAN = "weights.safetensors"
+"""In PLAN_DIR/model, the weights of a model that was compiled as an object and has no other home."""
 POLL_S = 5.0
 """How long one collective waits for the copy."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -58,7 +60,7 @@ def locate_weights(plan_dir: Path, plan: PlanDocument, signature: Signature) -> 
     pieces: Source | None = None
     status = _Status(running=False)
     try:
-        pieces = _direct(plan, signature)
+        pieces = _direct(plan_dir, plan, signature)
         if pieces is None and _local_rank() == 0:
             if plan.model.kind == "factory":
                 keep = tempfile.TemporaryDirectory(prefix="weights-", dir=_cache())
@@ -77,7 +79,10 @@ def locate_weights(plan_dir: Path, plan: PlanDocument, signature: Signature) -> 
     return WeightSource(pieces, keep)
 
 
-def _direct(plan: PlanDocument, signature: Signature) -> Source | None:
+def _direct(plan_dir: Path, plan: PlanDocument, signature: Signature) -> Source | None:
+    beside = plan_dir / "model" / BESIDE_PLAN
+    if beside.is_file():
+        return find_weights(beside, signature)
     if plan.model.kind not in ("directory", "config", "gguf"):
         return None
     source = Path(plan.model.source)

@@ -132,7 +132,10 @@ class Reader:
 
 
 def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:
-    """{tensor name: file} of a directory's safetensors; None without any. InputError for a file that is missing."""
+    """{tensor name: file} of a directory's safetensors; None without any. InputError for a file that is missing.
+
+    `directory` may also be one such file.
+    """
     index = directory / INDEX_FILE
     if index.is_file():
         files = {name: directory / file for name, file in _weight_map(index).items()}
@@ -140,7 +143,7 @@ def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:
             if not file.is_file():
                 raise InputError(f"{index}: names {file.name}, which is not in {directory}")
         return files
-    single = directory / WHOLE_FILE
+    single = directory if directory.is_file() else directory / WHOLE_FILE
     return dict.fromkeys(reader.open(single).keys(), single) if single.is_file() else None
 
 
@@ -153,7 +156,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def find_weights(directory: Path, signature: Signature) -> Source | None:
-    """Source of all parameters in a directory's safetensors under the model's own names and shapes.
+    """Source of all parameters in a directory's (or one file's) safetensors under the model's own names and shapes.
 
     None when it has no safetensors or they are written otherwise: then a copy must be made (weight_copy). A tied
     parameter may stand there under any of its names.
