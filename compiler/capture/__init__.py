@@ -29,7 +29,7 @@ from meshwright.compiler.capture.simplify import (
     rename,
 )
 from meshwright.compiler.capture.skeleton import Built, build_model, build_skeleton, default_example, prepare_config
-from meshwright.compiler.capture.source import ModelSource, find_configured, find_source, load_config, task_of
+from meshwright.compiler.capture.source import ModelSource, find_configured, find_source, load_config, quiet, task_of
 from meshwright.compiler.capture.trace import Traced, dtype_name, trace
 from meshwright.compiler.graph import Graph
 from meshwright.plans.errors import InputError
@@ -73,13 +73,14 @@ def capture(
     attention: str = "sdpa",
 ) -> Captured:
     """Captures MODEL (see source.py) or an nn.Module for micro-batches of `micro_batch` sequences of `seq` tokens."""
-    if isinstance(model, nn.Module):
-        source, built = _given_module(model, task, attention)
-    else:
-        source, config = find_configured(model, task, attention)
-        built = build_skeleton(source, config)
-    inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
-    traced = trace(built.module, inputs)
+    with quiet():
+        if isinstance(model, nn.Module):
+            source, built = _given_module(model, task, attention)
+        else:
+            source, config = find_configured(model, task, attention)
+            built = build_skeleton(source, config)
+        inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
+        traced = trace(built.module, inputs)
     graph = simplify(traced)
     buffers = {path: traced.buffers[path].detach().clone().contiguous() for _, path in graph.buffers}
     return Captured(graph, buffers, source, _config_json(built), _signature(graph, built))
@@ -95,6 +96,7 @@ def simplify(traced: Traced) -> Graph:
         return fold_masks(graph, traced.buffers)
 
     pipeline: tuple[Callable[[Graph], Graph], ...] = (
+        mark_gradients,
         pure,
         mark_gradients,
         drop_no_ops,

@@ -32,7 +32,7 @@ def is_in_place(target: str) -> bool:
 
 
 def functionalize(graph: Graph, aliases: Mapping[str, str]) -> Graph:
-    """The same computation without in-place ops. Graphs that have none come back as they are."""
+    """The same computation without in-place ops; gradients must be marked. Graphs that have none come back as they are."""
     if not any(is_in_place(op.target) for op in graph.ops):
         return graph
     return _Functionalization(graph, aliases).run()
@@ -201,6 +201,8 @@ class _Functionalization:
             return self._emit(target, args, like, stem, op.module)
 
         rest = view.args[1:]
+        if packet == "detach" and like.requires_grad and parent not in self.graph.parameter_of:
+            raise InputError(f"{op.module or 'model'}: {op.target} writes, without gradient, into a value that carries one")
         if packet in SAME and like.dtype == self.values[new].dtype and like.shape == self.values[new].shape:
             return new
         if packet in RESHAPES and packet != "expand":

@@ -59,21 +59,49 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
+class Recorder:
+    """Lists applications, equal ones once, with the module that made the first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.paths = {id(child): path for path, child in module.named_modules()}
+        self.found: dict[object, Application] = {}
+
+    def record(self, function: type[torch.autograd.Function], arguments: tuple[object, ...]) -> None:
+        shapes = tuple(_shape(item) for item in arguments)
+        key = (function, repr(shapes))
+        if key not in self.found:
+            self.found[key] = Application(function, shapes, _calling_module(self.paths))
+
+    def recording_forward(self, function: type[torch.autograd.Function]) -> staticmethod[..., object]:
+        """The Function's forward that records its arguments first."""
+        forward = function.forward
+        skipped = 0 if _has_setup_context(function) else 1
+
+        def recorded(*args: object, **kwargs: object) -> object:
+            self.record(function, args[skipped:])
+            return forward(*args, **kwargs)
+
+        return staticmethod(recorded)
+
+
 @contextlib.contextmanager
 def recorded_applications(module: nn.Module) -> Iterator[list[Application]]:
-    """While active, applications of autograd.Functions that are not torch's own are listed, equal ones once."""
-    found: dict[object, Application] = {}
+    """While active, applications of autograd.Functions that are not torch's own are recorded; listed on exit.
+
+    `apply` may have been bound long ago (`act = Straight.apply`), so the forward of every known Function is replaced; `apply`
+    itself is replaced for those that are defined meanwhile.
+    """
+    recorder = Recorder(module)
     listed: list[Application] = []
-    paths = {id(child): path for path, child in module.named_modules()}
     original = torch.autograd.Function.__dict__["apply"]
+    functions = [cls for cls in _subclasses(torch.autograd.Function) if not cls.__module__.startswith("torch.")]
+    own = {cls: cls.__dict__.get("forward") for cls in functions}
+    for cls, forward in zip(functions, [recorder.recording_forward(cls) for cls in functions], strict=True):
+        cls.forward = forward  # type: ignore[method-assign]
 
     def apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
-        if not cls.__module__.startswith("torch."):
-            shapes = tuple(_shape(item) for item in args)
-            key = (cls, repr(shapes))
-            if key not in found:
-                found[key] = Application(cls, shapes, _calling_module(paths))
-                listed.append(found[key])
+        if cls not in own and not cls.__module__.startswith("torch."):
+            recorder.record(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
@@ -81,6 +109,24 @@ def recorded_applications(module: nn.Module) -> Iterator[list[Application]]:
         yield listed
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        for cls, kept in own.items():
+            if kept is None:
+                del cls.forward
+            else:
+                cls.forward = kept  # type: ignore[method-assign]
+    listed.extend(recorder.found.values())
+
+
+def _subclasses(cls: type[torch.autograd.Function]) -> list[type[torch.autograd.Function]]:
+    """All classes below one, each once."""
+    found: dict[type[torch.autograd.Function], None] = {}
+    for child in cls.__subclasses__():
+        found.update(dict.fromkeys([child, *_subclasses(child)]))
+    return list(found)
+
+
+def _has_setup_context(function: type[torch.autograd.Function]) -> bool:
+    return function.setup_context is not torch.autograd.Function.setup_context
 
 
 def _shape(item: object) -> object:
@@ -155,6 +201,6 @@ def _gradients(
 
 def _forward(function: type[torch.autograd.Function], arguments: tuple[object, ...]) -> object:
     """The forward as plain code, in either of its two styles."""
-    if function.setup_context is not torch.autograd.Function.setup_context:
+    if _has_setup_context(function):
         return function.forward(*arguments)
     return function.forward(Context(), *arguments)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig
 
-from meshwright.compiler.capture.source import FAILURES, TASKS, ModelSource, auto_class, first_line, load_config
+from meshwright.compiler.capture.source import FAILURES, TASKS, ModelSource, auto_class, first_line, load_config, quiet
 from meshwright.plans.errors import InputError
 
 HUGE_NUMEL = 1 << 26
@@ -45,7 +45,12 @@ def build_skeleton(source: ModelSource, config: PretrainedConfig | None = None) 
 
 def build_model(source: ModelSource, seed: int) -> nn.Module:
     """The real model in float32: its weights where it has some, else transformers' own initialisation from `seed`."""
-    torch.manual_seed(seed)
+    with quiet():
+        torch.manual_seed(seed)
+        return _build_real(source)
+
+
+def _build_real(source: ModelSource) -> nn.Module:
     if source.kind == "factory" or not source.has_weights:
         return _build(source).module.float()
     config = prepare_config(load_config(source), source.source, source.task)
@@ -170,6 +175,7 @@ def _fake_parameters() -> Iterator[None]:
             with fake:
                 data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
                 made[param] = nn.Parameter(data, requires_grad=param.requires_grad)
+            made[param]._is_hf_initialized = True  # transformers' initialisation then leaves it alone
         register(self, name, made[param])
 
     convert = nn.Module._apply

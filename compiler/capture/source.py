@@ -14,7 +14,9 @@ Task  the model class is transformers' own choice for (configuration class, task
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +25,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.utils import logging
 
 from meshwright.plans.errors import InputError
 
@@ -145,7 +148,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
     path = source.directory if source.kind == "gguf" else source.source
     try:
-        config = AutoConfig.from_pretrained(path, **options)
+        with quiet():
+            config = AutoConfig.from_pretrained(path, **options)
     except FAILURES as error:
         raise InputError(_config_error(source, error)) from error
     if not isinstance(config, PretrainedConfig):
@@ -208,6 +212,20 @@ def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> st
             f"give package.module:factory, a callable that returns (module, example_kwargs)"
         )
     return able[0]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """While active, transformers neither logs below errors nor draws progress bars."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def auto_class(task: str) -> AutoClass:

@@ -5,7 +5,7 @@ Already done:
     getitem          gone: an op with several results lists them
     dtype and device every form of `to` is aten.to.dtype; device, layout and pin_memory are gone: emission places factories
     shape only       zeros_like, new_ones and the like become aten.full: they depend on no data
-    grad modes       regions under no_grad are inlined, what leaves them passes through aten.detach
+    grad modes       regions under no_grad are inlined, what enters them passes through aten.detach
     tied parameters  one Parameter with aliases
 A custom autograd.Function is inlined; functions.py refuses those whose backward that loses.
 """
@@ -115,7 +115,7 @@ class _Conversion:
     def run(self, example: Mapping[str, object]) -> Traced:
         env: dict[fx.Node, object] = {}
         inputs, parameters, buffers, tensors = self._placeholders(env, example)
-        loss = self._body(self.program.graph_module, env, no_grad=False)[0]
+        loss = self._body(self.program.graph_module, env)[0]
         if not isinstance(loss, Ref):
             raise InputError("the model's loss does not depend on anything: it is a constant")
         if self.program.graph_signature.buffers_to_mutate:
@@ -178,7 +178,7 @@ class _Conversion:
         self.values[name] = value
         return value
 
-    def _body(self, graph_module: fx.GraphModule, env: dict[fx.Node, object], no_grad: bool) -> list[object]:
+    def _body(self, graph_module: fx.GraphModule, env: dict[fx.Node, object]) -> list[object]:
         """Converts the calls of one (sub)graph; returns what it outputs."""
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
@@ -192,7 +192,7 @@ class _Conversion:
             elif isinstance(node.target, torch._ops.HigherOrderOperator):
                 env[node] = self._region(node, env)
             else:
-                env[node] = self._call(node, env, no_grad)
+                env[node] = self._call(node, env)
         raise AssertionError("an fx graph without output")
 
     def _region(self, node: fx.Node, env: dict[fx.Node, object]) -> list[object]:
@@ -209,15 +209,15 @@ class _Conversion:
             raise InputError(f"op {kind} of the exported graph has no body")
         places = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
         inner = {place: _literals(operand, env) for place, operand in zip(places, operands, strict=True)}
-        results = self._body(graph_module, inner, no_grad=not enabled)
-        if enabled:
-            return results
-        return [self._detached(item) if isinstance(item, Ref) else item for item in results]
+        if not enabled:
+            inner = {place: self._detached(item) if isinstance(item, Ref) else item for place, item in inner.items()}
+        return self._body(graph_module, inner)
 
     def _detached(self, ref: Ref) -> Ref:
         source = self.values[ref.name]
         result = Value(self._fresh(f"{ref.name}_detached"), source.shape, source.dtype)
         self.values[result.name] = result
+        self.aliases[result.name] = ref.name
         self.ops.append(Op("aten.detach.default", (ref,), (), (result,)))
         return Ref(result.name)
 
@@ -228,7 +228,7 @@ class _Conversion:
             candidate = f"{name}_{index}"
         return candidate
 
-    def _call(self, node: fx.Node, env: dict[fx.Node, object], no_grad: bool) -> object:
+    def _call(self, node: fx.Node, env: dict[fx.Node, object]) -> object:
         """One ATen call: appends its Op and returns a Ref, or a list of Refs when there are several results."""
         target = str(node.target)
         fakes = node.meta.get("val")
