@@ -18,6 +18,7 @@ from typing import Annotated, TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -87,14 +88,14 @@ def show(measured: Measured, document: PlanDocument, steps: int) -> None:
     console = Console(highlight=False)
     batch = f"global batch {document.global_batch} x {document.seq}"
     console.print(f"{document.mesh}: {steps} steps after {WARM_UP} of warm-up, {batch}")
-    table = Table("", "measured", "predicted")
+    table = Table("", "measured", "predicted", box=SIMPLE)
     table.add_row("seconds per step (median)", f"{measured.step_s:.3f}", f"{measured.predicted_s:.3f}")
     table.add_row("seconds per step (fastest)", f"{measured.fastest_s:.3f}", "")
     table.add_row("tokens per second", f"{measured.tokens_per_s:,.0f}", f"{document.predicted.tokens_per_s:,.0f}")
     table.add_row("CPU seconds per step, all ranks", f"{measured.cpu_s:.3f}", "")
     console.print(table)
     parts = list(measured.memory[0])
-    table = Table("rank", *parts, title="peak memory")
+    table = Table("rank", *parts, title="peak memory", box=SIMPLE)
     for rank, memory in enumerate(measured.memory):
         table.add_row(str(rank), *(format_bytes(memory[part]) for part in parts))
     console.print(table)

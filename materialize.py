@@ -8,9 +8,12 @@ several. OUT_DIR appears whole or not at all.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +32,19 @@ SHARD = "4GB"
 
 def build_plan_model(document: PlanDocument) -> torch.nn.Module:
     """The single-process model that a plan was made from, with the plan's start weights, in fp32 on the CPU."""
-    source = find_source(document.model.source, document.task, document.attention)
-    return build_model(source, seed=document.seed)
+    with progress_on_terminals_only():
+        source = find_source(document.model.source, document.task, document.attention)
+        return build_model(source, seed=document.seed)
+
+
+@contextmanager
+def progress_on_terminals_only() -> Iterator[None]:
+    """The bars that transformers draws on stderr while it loads weights are not for a log file."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        yield
 
 
 def start_weights(model: torch.nn.Module, signature: Signature) -> dict[str, torch.Tensor]:

@@ -25,8 +25,9 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshwright.materialize import build_plan_model
 from meshwright.plans.save import load_checked
@@ -35,6 +36,7 @@ from meshwright.runtime.engine import Engine
 
 FLOOR = 0.03
 NOISE = 1e-3
+LOG_WIDTH = 160
 WAIT = timedelta(hours=24)
 
 
@@ -156,11 +158,14 @@ def compare_weights(reference: Reference, found: Parallel, tolerance: float) -> 
 
 def show(findings: list[Finding]) -> None:
     """Prints the table and the verdict."""
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table("", "single process", "parallel", "difference", "tolerance", "worst at")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    table = Table("", "single process", "parallel", "difference", "tolerance", Column("worst at", overflow="fold"), box=SIMPLE)
     for f in findings:
         colour = "green" if f.ok else "red"
         table.add_row(f.quantity, f.single, f.parallel, f"[{colour}]{f.difference:.1e}[/]", f"{f.tolerance:.0e}", f.worst)
     console.print(table)
     ok = all(f.ok for f in findings)
-    console.print("[green]verified[/]" if ok else "[red]DIFFERS[/]: " + ", ".join(f.quantity for f in findings if not f.ok))
+    beyond = ", ".join(f.quantity for f in findings if not f.ok)
+    console.print("[green]verified[/]" if ok else f"[red]DIFFERS[/] beyond tolerance: {beyond}")
