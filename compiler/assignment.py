@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiler.graph import Graph, Level
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import BATCH, SEQUENCE, banned_factors, label_values
 from meshwright.compiler.rules.factors import Call, Refusal, Strategy, strategies
@@ -23,6 +22,10 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, Type, conversion
 
 OpClass = tuple[str, int]
+TAKE_APART = frozenset(
+    f"aten.{name}"
+    for name in ("split.Tensor", "split_with_sizes.default", "chunk.default", "view.default", "reshape.default")
+)
 TRAFFIC = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
@@ -59,26 +62,30 @@ class Assignment:
     def type_of(self, name: str) -> Type:
         return self.types.get(name, I)
 
+    def entry_type(self, kind: str, place: int) -> Type:
+        """The type in which a kind's function takes its external number `place`."""
+        return self.type_of(self.kinds.entries[kind, place][-1])
 
-def section_table(graph: Graph) -> dict[int, list[tuple[int, ...]]]:
-    """Every way in which the graph takes a dim apart: results of split and chunk, and packed views."""
+    def entry_types(self, kind: str) -> dict[str, Type]:
+        """Types of the representative's externals, as its function takes them."""
+        names = self.kinds.externals(self.kinds.by_name[kind].representative)
+        return {name: self.entry_type(kind, place) for place, name in enumerate(names)}
+
+
+def section_table(kinds: Kinds, kind: str) -> dict[int, list[tuple[int, ...]]]:
+    """Every way in which a kind takes a dim apart, by the dim's size: results of split and chunk, and packed views."""
     found: dict[int, dict[tuple[int, ...], None]] = {}
-    for op in graph.ops:
-        if op.level is not Level.COMPUTE:
+    for i in kinds.by_name[kind].representative.ops:
+        call = kinds.call(kinds.graph.ops[i])
+        if call.op.target not in TAKE_APART:
             continue
-        operands = tuple(graph.values[n] for n in op.operands)
-        if op.target in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"):
-            before = operands[0].shape
-            dim = next((d for d, n in enumerate(before) if n != op.results[0].shape[d]), None)
-            if dim is not None:
-                sizes = tuple(r.shape[dim] for r in op.results)
-                found.setdefault(before[dim], {})[sizes] = None
-        elif op.target.startswith("aten.view") or op.target.startswith("aten.reshape"):
-            factors = factors_of(Call(op, operands, op.results))
-            for extra in factors.extra if factors else ():
-                for type_, value in zip((*extra.operands, *extra.results), (*operands, *op.results), strict=True):
-                    if type_.sections:
-                        found.setdefault(value.shape[type_.dim], {})[type_.sections] = None
+        factors = factors_of(call)
+        for extra in factors.extra if factors else ():
+            for type_, value in zip((*extra.operands, *extra.results), (*call.operands, *call.results), strict=True):
+                if type_.sections:
+                    found.setdefault(value.shape[type_.dim], {})[type_.sections] = None
+        for sections, _ in factors.resection.values() if factors else ():
+            found.setdefault(sum(sections), {})[sections] = None
     return {size: list(ways) for size, ways in found.items()}
 
 
@@ -87,11 +94,11 @@ def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: boo
     graph = kinds.graph
     labels = label_values(graph)
     banned = frozenset({BATCH} if sequence_parallel else {BATCH, SEQUENCE})
-    table = section_table(graph)
     legal: dict[OpClass, tuple[Strategy, ...]] = {}
     refusals: dict[OpClass, tuple[Refusal, ...]] = {}
     without_rule = []
     for name, kind in kinds.by_name.items():
+        table = section_table(kinds, name)
         for position, i in enumerate(kind.representative.ops):
             op = graph.ops[i]
             call = kinds.call(op)
@@ -114,9 +121,12 @@ def assign(
 ) -> Assignment:
     """The strategies that a plan means. InputError when a result type is not legal for its op."""
     graph = kinds.graph
-    known: dict[str, Type] = {p.value.name: parameters.get(p.path, I) for p in graph.parameters}
+    declared: dict[str, Type] = {p.value.name: parameters.get(p.path, I) for p in graph.parameters}
+    declared.update((r.name, results[c]) for i, c in kinds.class_of_op.items() for r in graph.ops[i].results)
     chosen: dict[OpClass, Strategy] = {}
     for name, kind in kinds.by_name.items():
+        entered = enumerate(kinds.externals(kind.representative))
+        known = {**declared, **{n: declared.get(kinds.entries[name, place][-1], I) for place, n in entered}}
         for position, i in enumerate(kind.representative.ops):
             op = graph.ops[i]
             wanted = results[name, position]

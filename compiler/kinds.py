@@ -5,6 +5,8 @@ Terms
     member           one segment of a kind; the representative is the first
     external         a value that a segment reads and does not make: other segments' results, model inputs, constants,
                      and parameters outside the segment's own module
+    entry            one external of a kind: it has one type for all members, that of the last member's value; what another member is
+                     called with is converted at the call
     op key           (module path relative to the segment, name): how a plan names an op; the name is the op's short name, with
                      `.N` from the second of that name in its module
 """
@@ -93,6 +95,16 @@ class Kinds:
                 if name not in made and not self.is_own(segment, name):
                     found.setdefault(name)
         return tuple(found)
+
+    @cached_property
+    def entries(self) -> dict[tuple[str, int], tuple[str, ...]]:
+        """Values that the members of a kind are called with, by (kind, place among the externals), in order of members."""
+        lists = {name: [self.externals(s) for s in kind.members] for name, kind in self.by_name.items()}
+        return {
+            (name, place): tuple(externals[place] for externals in members)
+            for name, members in lists.items()
+            for place in range(len(members[0]))
+        }
 
     def is_own(self, segment: Segment, name: str) -> bool:
         """Whether a value is a parameter of the segment's own module."""

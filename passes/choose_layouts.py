@@ -7,6 +7,7 @@ The problem (solved by passes.solver_layout)
                  the conversions between types, each value's conversion paid once per consuming segment; times the number of members
     parameters   R storage adds one gradient all-reduce per step, shared by the micro-batches. On the tensor axis memory comes first: a
                  parameter that matters (at least MATTERS of the largest one) pays PRICE_S_PER_BYTE for every byte that is left whole
+    shards       a sliced parameter is used as its slice: the tensor axis never gathers weights inside a micro-batch
     pins         result types and parameter types given by the user are the only options of their choice
 
 What does not divide has no such option; `notes` say which blocks fell back for that reason. Column-then-row linears, head-parallel
@@ -34,6 +35,8 @@ from meshwright.plans.layout import I, R, Type, shard
 from meshwright.plans.patterns import compress
 
 MATTERS = 0.01
+SAME = "same "
+TIE_S = 1e-9
 PRICE_S_PER_BYTE = 1e-7
 ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
 
@@ -113,8 +116,10 @@ class Builder:
         self.edges: list[Edge] = []
         self.choice_of_op: dict[OpClass, int] = {}
         self.choice_of_parameter: dict[str, int] = {}
+        self.parameter_choices: set[int] = set()
         self.members = {name: len(kind.members) for name, kind in problem.kinds.by_name.items()}
         self.pairs: dict[tuple[int, int, str], int] = {}
+        self.entries: dict[tuple[str, int], int] = {}
         self.seen: set[tuple[str, str]] = set()
         self.known_edges: set[Edge] = set()
         self.forced = sequence_types(problem) if problem.sequence_parallel == "on" else {}
@@ -146,7 +151,8 @@ class Builder:
                 )
             kept = tuple(t for t in types if not pinned or t in pinned)
             options = tuple(Option(self.storage_cost(members, t), (), (t,)) for t in kept)
-            number = self.add(Choice(name, "parameters", options), (members[0].value,))
+            number = self.add(Choice(name, options), (members[0].value,))
+            self.parameter_choices.add(number)
             self.choice_of_parameter.update((p.path, number) for p in members)
 
     def storage_types(self, parameter: Parameter) -> tuple[Type, ...]:
@@ -184,23 +190,44 @@ class Builder:
             if not kept:
                 raise InputError(illegal(self.problem.kinds, self.problem.legal, op_class, wanted or I))
             options = tuple(Option(self.compute_cost(op_class, s), s.operands, s.results) for s in kept)
-            self.choice_of_op[op_class] = self.add(Choice(op.name, kind, options), op.results)
+            self.choice_of_op[op_class] = self.add(Choice(op.name, options), op.results)
+        for kind, place in self.problem.kinds.entries:
+            self.add_entry(kind, place)
         for segment in self.graph.segments:
+            places = {name: place for place, name in enumerate(self.problem.kinds.externals(segment))}
             for position, i in enumerate(segment.ops):
                 for operand, name in enumerate(self.graph.ops[i].operands):
                     consumer = self.choice_of_op[segment.kind, position]
-                    self.connect(name, consumer, operand, segment.kind, segment.name)
+                    entry = self.entries.get((segment.kind, places.get(name, -1)))
+                    source = (entry, 0) if entry is not None else self.source_of(name)
+                    self.connect(source, consumer, operand, segment.kind, (name, segment.name))
 
-    def connect(self, name: str, consumer: int, operand: int, site: str, segment: str) -> None:
-        """An edge from the choice that makes a value, if one does."""
-        source = self.source_of(name)
+    def add_entry(self, kind: str, place: int) -> None:
+        """A choice for an external whose members' values come from several places: its type is that of the last member's value."""
+        names = self.problem.kinds.entries[kind, place]
+        sources = [self.source_of(name) for name in names]
+        distinct = list(dict.fromkeys(sources))
+        last = sources[-1]
+        if len(distinct) < 2 or last is None:
+            return
+        types = tuple(dict.fromkeys(option.yields[last[1]] for option in self.choices[last[0]].options))
+        options = tuple(Option(0.0, (t,) * len(distinct), (t,)) for t in types)
+        value = self.graph.values[names[0]]
+        entry = self.entries[kind, place] = self.add(Choice(f"{kind}({place})", options), (value,))
+        for operand, source in enumerate(distinct):
+            site = f"{SAME}{kind}({place})" if source == last else f"call {kind}({place})"
+            self.connect(source, entry, operand, site, (site, kind))
+
+    def connect(
+        self, source: tuple[int, int] | None, consumer: int, operand: int, site: str, reader: tuple[str, str]
+    ) -> None:
+        """An edge from a choice's result; `reader` counts how often a conversion at this site runs."""
         if source is None:
             return
-        edge = Edge(*source, consumer, operand)
-        key = (*source, site)
-        if (name, segment) not in self.seen:
-            self.seen.add((name, segment))
-            self.pairs[key] = self.pairs.get(key, 0) + 1
+        edge = Edge(*source, consumer, operand, site)
+        if reader not in self.seen:
+            self.seen.add(reader)
+            self.pairs[(*source, site)] = self.pairs.get((*source, site), 0) + 1
         if edge not in self.known_edges:
             self.known_edges.add(edge)
             self.edges.append(edge)
@@ -218,8 +245,8 @@ class Builder:
 
     def add_loss(self) -> None:
         """The loss leaves the program invariant."""
-        sink = self.add(Choice("loss", "loss", (Option(0.0, (I,), ()),)), ())
-        self.connect(self.graph.loss, sink, 0, "loss", "loss")
+        sink = self.add(Choice("loss", (Option(0.0, (I,), ()),)), ())
+        self.connect(self.source_of(self.graph.loss), sink, 0, "loss", (self.graph.loss, "loss"))
 
     def compute_cost(self, op_class: OpClass, strategy: Strategy) -> float:
         op = self.problem.kinds.op(*op_class)
@@ -230,11 +257,16 @@ class Builder:
         if strategy.lowering == "vocabulary" and strategy.results[0] == I:
             rows = value_bytes(self.graph.values[op.operands[1]])
             extra = 2 * sum(conversion_s(Type("P"), I, rows, self.problem.legal.ranks, self.problem.link, False))
-        return (forward + backward + extra) * self.members[op_class[0]]
+        tie = TIE_S * sum(t.kind == "R" or bool(t.sections) for t in strategy.results)
+        return (forward + backward + extra) * self.members[op_class[0]] + tie
 
     def conversion_cost(self, producer: int, result: int, site: str, source: Type, target: Type) -> float | None:
         """Seconds over all members that convert this value at this site."""
+        if site.startswith(SAME):
+            return None
         if {source.kind, target.kind} == {"S"} and (source.sections or target.sections):
+            return None
+        if source.kind == "S" and producer in self.parameter_choices:
             return None
         value = self.values[producer][result]
         forward, backward = conversion_s(

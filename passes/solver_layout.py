@@ -4,13 +4,14 @@ Variables
     x[c, o]       option o is taken for choice c
     y[v, t]       value v (a result of a choice) has type t:           y = sum of x[c, o] over the options that yield t
     z[s, v, t]    some consumer at site s needs value v as t:          z >= x[c, o] for each such option
-    w[s, v, a, t] value v is converted from a to t at site s:          w >= y[v, a] + z[s, v, t] - 1
+    w[s, v, a, t] value v is converted from a to t at site s:          w <= y[v, a], and z[s, v, t] <= y[v, t] + sum over a of w[s, v, a, t]
 Objective
     sum of option costs and of conversion costs: each conversion of a value at a site is paid once, however many read it.
 Constraints
-    exactly one option per choice; y[v, a] + z[s, v, t] <= 1 where no conversion from a to t exists.
+    exactly one option per choice. The sum over a runs over the conversions that exist, so a need without one cannot be met. This form has a
+    nearly integral linear relaxation, which is what makes the search short.
 
-A site is a kind of segment: conversions are placed in the function that consumes the value. Costs are seconds; they are scaled to
+A site is where a conversion is written: the function of a kind, for all its consumers together, or the call of one. Costs are seconds; they are scaled to
 integers of 0.1 ns. One worker and a fixed seed make the answer a function of the problem alone.
 """
 
@@ -19,12 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+
 from ortools.sat.python import cp_model
 
 from meshwright.plans.layout import Type
 
 SCALE = 1e10
 LARGEST = 1 << 50
+GAP = 1e-3
+EFFORT = 30.0
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,18 @@ class Choice:
     """An op of a kind (or a parameter: an option without needs)."""
 
     name: str
-    site: str
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Operand `operand` of choice `consumer` is result `result` of choice `producer`."""
+    """Operand `operand` of choice `consumer` is result `result` of choice `producer`, converted at `site`."""
 
     producer: int
     result: int
     consumer: int
     operand: int
+    site: str
 
 
 ConversionCost = Callable[[int, int, str, Type, Type], float | None]
@@ -63,77 +67,112 @@ class Unsolved(Exception):
     """No assignment exists under the pins."""
 
 
-def scaled(cost_s: float) -> int:
-    return min(round(cost_s * SCALE), LARGEST)
-
-
-def solve_assignment(
-    choices: tuple[Choice, ...], edges: tuple[Edge, ...], conversion_s: ConversionCost, time_limit_s: float = 30.0
-) -> tuple[int, ...]:
+def solve_assignment(choices: tuple[Choice, ...], edges: tuple[Edge, ...], conversion_s: ConversionCost) -> tuple[int, ...]:
     """Index of the option taken for each choice; the least total cost. Raises Unsolved when there is none."""
-    model = cp_model.CpModel()
-    taken = [[model.new_bool_var(f"x{c}.{o}") for o in range(len(choice.options))] for c, choice in enumerate(choices)]
-    cost: list[tuple[cp_model.IntVar, int]] = []
+    model = Model()
+    taken = [[model.variable() for _ in choice.options] for choice in choices]
     for choice, row in zip(choices, taken, strict=True):
-        model.add_exactly_one(row)
-        cost.extend((x, scaled(option.cost_s)) for x, option in zip(row, choice.options, strict=True))
+        model.exactly_one(row)
+        for x, option in zip(row, choice.options, strict=True):
+            model.cost[x] = option.cost_s
+    has = yields(model, choices, taken)
+    for (site, producer, result), table in needs(choices, edges, taken).items():
+        sources = has[producer, result]
+        for target, variables in table.items():
+            wanted = model.any_of(variables)
+            ways: list[int] = []
+            for source, have in sources.items():
+                if source == target:
+                    ways.append(have)
+                    continue
+                seconds = conversion_s(producer, result, site, source, target)
+                if seconds is not None:
+                    converted = model.variable()
+                    model.cost[converted] = seconds
+                    model.implies(converted, have)
+                    ways.append(converted)
+            model.implies_any(wanted, ways)
+    values = model.solve()
+    return tuple(next(o for o, x in enumerate(row) if values[x]) for row in taken)
 
-    yielded: dict[tuple[int, int], dict[Type, list[cp_model.IntVar]]] = {}
+
+Variables = dict[Type, list[int]]
+
+
+def yields(model: Model, choices: tuple[Choice, ...], taken: list[list[int]]) -> dict[tuple[int, int], dict[Type, int]]:
+    """y: for every result of every choice, a variable per type."""
+    found: dict[tuple[int, int], Variables] = {}
     for c, choice in enumerate(choices):
         for o, option in enumerate(choice.options):
             for r, type_ in enumerate(option.yields):
-                yielded.setdefault((c, r), {}).setdefault(type_, []).append(taken[c][o])
-    needed: dict[tuple[str, int, int], dict[Type, list[cp_model.IntVar]]] = {}
+                found.setdefault((c, r), {}).setdefault(type_, []).append(taken[c][o])
+    return {value: {t: model.sum_of(variables) for t, variables in table.items()} for value, table in found.items()}
+
+
+def needs(
+    choices: tuple[Choice, ...], edges: tuple[Edge, ...], taken: list[list[int]]
+) -> dict[tuple[str, int, int], Variables]:
+    """For every value at every site, the option variables that need it, by type."""
+    found: dict[tuple[str, int, int], Variables] = {}
     for edge in edges:
-        consumer = choices[edge.consumer]
-        table = needed.setdefault((consumer.site, edge.producer, edge.result), {})
-        for o, option in enumerate(consumer.options):
+        table = found.setdefault((edge.site, edge.producer, edge.result), {})
+        for o, option in enumerate(choices[edge.consumer].options):
             table.setdefault(option.needs[edge.operand], []).append(taken[edge.consumer][o])
-
-    has = {
-        (value, type_): one_of(model, variables, f"y{value}{type_}")
-        for value, table in yielded.items()
-        for type_, variables in table.items()
-    }
-    for (site, producer, result), table in needed.items():
-        for target, variables in table.items():
-            wanted = at_least_one(model, variables, f"z{site}{producer}.{result}{target}")
-            for source in yielded[producer, result]:
-                if source == target:
-                    continue
-                seconds = conversion_s(producer, result, site, source, target)
-                have = has[(producer, result), source]
-                if seconds is None:
-                    model.add_bool_or(have.negated(), wanted.negated())
-                elif scaled(seconds):
-                    converted = model.new_bool_var(f"w{site}{producer}.{result}{source}{target}")
-                    model.add_bool_or(have.negated(), wanted.negated(), converted)
-                    cost.append((converted, scaled(seconds)))
-    model.minimize(sum(variable * weight for variable, weight in cost if weight))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = time_limit_s
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise Unsolved(solver.status_name(status))
-    return tuple(next(o for o, x in enumerate(row) if solver.boolean_value(x)) for row in taken)
+    return found
 
 
-def one_of(model: cp_model.CpModel, variables: list[cp_model.IntVar], name: str) -> cp_model.IntVar:
-    """A variable equal to the sum of mutually exclusive ones."""
-    if len(variables) == 1:
-        return variables[0]
-    total = model.new_bool_var(name)
-    model.add(sum(variables) == total)
-    return total
+class Model:
+    """A 0-1 program under construction: variables by number, rows as {variable: coefficient} between bounds."""
+
+    def __init__(self) -> None:
+        self.cost: dict[int, float] = {}
+        self.model = cp_model.CpModel()
+        self.variables: list[cp_model.IntVar] = []
+
+    def variable(self) -> int:
+        self.variables.append(self.model.new_bool_var(""))
+        return len(self.variables) - 1
+
+    def exactly_one(self, variables: list[int]) -> None:
+        self.model.add_exactly_one(self.variables[v] for v in variables)
+
+    def implies(self, cause: int, effect: int) -> None:
+        self.model.add_implication(self.variables[cause], self.variables[effect])
+
+    def implies_any(self, cause: int, effects: list[int]) -> None:
+        self.model.add_bool_or(self.variables[cause].negated(), *(self.variables[v] for v in effects))
+
+    def sum_of(self, variables: list[int]) -> int:
+        """A variable equal to the sum of mutually exclusive ones."""
+        if len(variables) == 1:
+            return variables[0]
+        total = self.variable()
+        self.model.add(sum(self.variables[v] for v in variables) == self.variables[total])
+        return total
+
+    def any_of(self, variables: list[int]) -> int:
+        """A variable that is 1 when any of the given is."""
+        if len(variables) == 1:
+            return variables[0]
+        total = self.variable()
+        for variable in variables:
+            self.implies(variable, total)
+        return total
+
+    def solve(self) -> list[bool]:
+        """Values of all variables."""
+        self.model.minimize(sum(self.variables[v] * scaled(c) for v, c in self.cost.items() if scaled(c)))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.linearization_level = 2
+        solver.parameters.relative_gap_limit = GAP
+        solver.parameters.max_deterministic_time = EFFORT
+        status = solver.solve(self.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            raise Unsolved(solver.status_name(status))
+        return [solver.boolean_value(v) for v in self.variables]
 
 
-def at_least_one(model: cp_model.CpModel, variables: list[cp_model.IntVar], name: str) -> cp_model.IntVar:
-    """A variable that is true when any of the given is."""
-    if len(variables) == 1:
-        return variables[0]
-    total = model.new_bool_var(name)
-    for variable in variables:
-        model.add_implication(variable, total)
-    return total
+def scaled(cost_s: float) -> int:
+    return min(round(cost_s * SCALE), LARGEST)

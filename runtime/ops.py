@@ -5,6 +5,7 @@
     linear, column_linear             runtime.linear
     cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
     dropout, sdpa                     runtime.random
+    grouped_mm                        runtime.grouped
 
 Conversions save no tensors. On an axis of one rank they return their operand. Integer and bool tensors convert alike.
 """
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from meshwright.plans.layout import Type, conversion
 from meshwright.runtime.axes import Axis, join_shards, take_shard
+from meshwright.runtime.grouped import grouped_mm
 from meshwright.runtime.linear import column_linear, linear
 from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
 from meshwright.runtime.random import dropout, sdpa
@@ -30,6 +32,7 @@ __all__ = [
     "convert",
     "cross_entropy_sum",
     "dropout",
+    "grouped_mm",
     "linear",
     "parse_conversion",
     "sdpa",

@@ -71,6 +71,7 @@ class FunctionWriter:
         self.names = Names({"rt", "w", "index", "torch", "ops", "aten", assignment.axis})
         self.texts: dict[str, str] = {}
         self.converted: dict[tuple[str, Type], str] = {}
+        self.entered = assignment.entry_types(kind)
         self.lines: list[str] = []
         self.sites = 0
 
@@ -120,7 +121,8 @@ class FunctionWriter:
     def convert(self, name: str, target: Type) -> str:
         """Text of a value as `target`; the conversion is written where it is first needed."""
         value = self.graph.values[name]
-        source, target = settled(self.assignment.type_of(name), value), settled(target, value)
+        source = settled(self.entered.get(name, self.assignment.type_of(name)), value)
+        target = settled(target, value)
         text = self.operand(name)
         if source == target:
             return text

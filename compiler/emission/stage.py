@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.compiler.assignment import Assignment
-from meshwright.compiler.emission.function import FunctionWriter, function_name, identifier, local_shape, plain_lines
+from meshwright.compiler.emission.function import (
+    FunctionWriter,
+    function_name,
+    identifier,
+    local_shape,
+    plain_lines,
+    settled,
+    suffix,
+)
 from meshwright.compiler.graph import Graph, Level, Segment, Value
 from meshwright.compiler.kinds import Kinds
 from meshwright.plans.layout import I, Layout, conversion
@@ -247,10 +255,23 @@ class ForwardWriter:
         self.lines.append(f'loss = ops.convert({loss}, rt.axis("{axis}"), "{type_} -> I")  # {comment.forward}')
         return "(loss,)"
 
-    def argument(self, name: str) -> str:
-        if name in self.texts:
-            return self.texts[name]
-        return f'w["{self.graph.parameter_of[name].path}"]'
+    def arguments(self, segment: Segment) -> list[str]:
+        """Texts of what a segment is called with, converted where its kind takes another type."""
+        assignment = self.staging.assignment
+        found = []
+        for place, name in enumerate(self.kinds.externals(segment)):
+            text = self.texts.get(name) or f'w["{self.graph.parameter_of[name].path}"]'
+            value = self.graph.values[name]
+            source = settled(assignment.type_of(name), value)
+            target = settled(assignment.entry_type(segment.kind, place), value)
+            if source != target:
+                new, pair = f"{identifier(name)}_{suffix(target)}", conversion(source, target)
+                comment = pair.forward + (f"; backward {pair.backward}" if value.requires_grad else "")
+                axis = assignment.axis
+                self.lines.append(f'{new} = ops.convert({text}, rt.axis("{axis}"), "{source} -> {target}")  # {comment}')
+                text = new
+            found.append(text)
+        return found
 
     def call(self, segment: Segment, arguments: list[str], prefix: str, index: str) -> str:
         """Text of one call. Layers go through rt.layer, which may recompute them."""
@@ -262,8 +283,8 @@ class ForwardWriter:
 
     def write_call(self, segment: Segment) -> None:
         results = self.kinds.result_values(segment)
+        arguments = self.arguments(segment)
         self.texts.update((v.name, identifier(v.name)) for v in results)
-        arguments = [self.argument(n) for n in self.kinds.externals(segment)]
         call = self.call(segment, arguments, f'"{segment.prefix}."', str(self.number[segment.name]))
         self.lines.append(f"{', '.join(self.texts[v.name] for v in results)} = {call}")
 
@@ -279,6 +300,15 @@ class ForwardWriter:
             else:
                 return None
         return tuple(links)
+
+    def enters_as_is(self, segment: Segment) -> bool:
+        """Whether everything that a segment is called with has the type that its kind takes."""
+        assignment = self.staging.assignment
+        return all(
+            settled(assignment.type_of(name), self.graph.values[name])
+            == settled(assignment.entry_type(segment.kind, place), self.graph.values[name])
+            for place, name in enumerate(self.kinds.externals(segment))
+        )
 
     def only_for_next(self, segment: Segment, following: Segment) -> bool:
         """Whether a layer's results are read by the next layer alone."""
@@ -299,7 +329,7 @@ class ForwardWriter:
             if following.kind != first.kind or not first.prefix or not consecutive(previous.prefix, following.prefix):
                 break
             found = self.link(previous, following)
-            if found is None or (links is not None and found != links) or not self.only_for_next(previous, following):
+            if found is None or not self.enters_as_is(following) or (links is not None and found != links) or not self.only_for_next(previous, following):
                 break
             links, length = found, length + 1
         return length
@@ -309,7 +339,7 @@ class ForwardWriter:
         first, second, last = (self.segments[i] for i in (start, start + 1, start + length - 1))
         links = self.link(first, second) or ()
         results = [identifier(v.name) for v in self.kinds.result_values(last)]
-        arguments = [self.argument(n) for n in self.kinds.externals(first)]
+        arguments = self.arguments(first)
         for position, result in enumerate(links):
             if result is not None:
                 if results[result] != arguments[position]:

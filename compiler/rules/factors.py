@@ -69,6 +69,7 @@ class Factors:
     lowered_results     factor -> result types, where they differ from S/P
     linear              sets of operands in which the op is jointly linear: P in, P out
     resection           (operand sections, result sections) by factor, where they differ (split of a packed dim)
+    fallback            factor -> the factor that it stands in for: it is offered only where that one does not divide
     extra               strategies that no single factor per dim can say; left out where a dim does not divide
     """
 
@@ -82,6 +83,7 @@ class Factors:
     linear: tuple[frozenset[int], ...] = ()
     resection: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     extra: tuple[Strategy, ...] = ()
+    fallback: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,9 @@ def strategies(
     refused = []
     for factor in factor_names(factors) if factors else ():
         if factor in banned:
+            continue
+        first = factors.fallback.get(factor) if factors else None
+        if factors and first and not any(size % ranks for size in factor_sizes(call, factors, first)):
             continue
         sizes = tuple(factor_sizes(call, factors, factor)) if factors else ()
         if any(size % ranks for size in sizes):

@@ -13,6 +13,7 @@ from meshwright.plans.layout import Type, shard
 
 LINEAR = (frozenset({0}),)
 PACKED = (2, 3)
+"""Pieces that a packed dim is taken for: keys and values, or queries too, then heads and the head dim."""
 
 
 def view_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
@@ -36,10 +37,10 @@ def view(call: Call) -> Factors:
     extra: list[Strategy] = []
     for number, (left, right) in enumerate(view_groups(before, after) if prod(before) else ()):
         names[0][left[0]] = names[1][right[0]] = f"d{number}"
-        if len(left) == 1 and len(right) > 1 and after[right[0]] in PACKED:
+        if len(left) == 1 and len(right) > 2 and after[right[0]] in PACKED:
             apart, inner = packed(left[0], before, after[right[0]]), shard(right[1])
             extra.append(Strategy(f"packed{number}", (apart,), (inner,)))
-        if len(right) == 1 and len(left) > 1 and before[left[0]] in PACKED:
+        if len(right) == 1 and len(left) > 2 and before[left[0]] in PACKED:
             together, inner = packed(right[0], after, before[left[0]]), shard(left[1])
             extra.append(Strategy(f"packed{number}", (inner,), (together,)))
     return Factors((tuple(names[0]),), (tuple(names[1]),), linear=LINEAR, extra=tuple(extra))

@@ -118,9 +118,12 @@ def normalized(call: Call) -> Factors:
 
 
 def embedding(call: Call) -> Factors:
-    """embedding(weight (v, h), ids ...) -> ... h: v by masked lookup (vocabulary parallel; Megatron-LM, arXiv 1909.08053, 3)."""
+    """embedding(weight (v, h), ids ...) -> ... h: v by masked lookup (vocabulary parallel; Megatron-LM, arXiv 1909.08053, 3).
+
+    A table is cut by rows, as the head that it is often tied to needs it; by columns only where its rows do not divide.
+    """
     ids = tuple(f"i{d}" for d in range(len(call.operands[1].shape)))
-    return Factors((("v", "h"), ids), ((*ids, "h"),), summed=frozenset({"v"}), lowering={"v": "vocabulary"})
+    return Factors((("v", "h"), ids), ((*ids, "h"),), summed=frozenset({"v"}), lowering={"v": "vocabulary"}, fallback={"h": "v"})
 
 
 def cross_entropy_sum(call: Call) -> Factors:

@@ -1,0 +1,292 @@
+"""From a model and a declaration to a plan: capture, choose, emit.
+
+    compile_plan     MODEL and a Declaration -> CompiledPlan (document, programs, model files)
+    dry_run_rank     one rank's program of a plan directory on fake tensors, for any world size
+
+Choosing fills the document and nothing else; emission reads the graph and the document and decides nothing. So compiling from a complete plan
+repeats it, and compiling from an edited one applies the edits or refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from meshwright.compiler.assignment import Assignment, Legal, assign, legal_strategies
+from meshwright.compiler.capture import Captured, capture
+from meshwright.compiler.decisions import AXIS, layouts_of, read_layouts, read_parameters, write_layouts
+from meshwright.compiler.emission.stage import Staging, emit_stage
+from meshwright.compiler.hardware import Hardware, load_hardware
+from meshwright.compiler.kinds import Kinds
+from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts
+from meshwright.passes.choose_stages import StageChoice, choose_stages
+from meshwright.passes.segment_costs import Pricing, segment_costs
+from meshwright.plans.document import Declaration, PlanDocument, validate
+from meshwright.plans.errors import InputError
+from meshwright.plans.layout import I
+from meshwright.plans.mesh import Mesh
+from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
+from meshwright.plans.programs import program_name
+from meshwright.plans.reading import read_plan
+from meshwright.plans.save import load_checked, load_program, load_programs, save_plan_dir
+from meshwright.plans.show import summary
+from meshwright.plans.signature import Signature
+from meshwright.runtime.dryrun import DryReport, dry_run
+from meshwright.runtime.program import load_program as load_stage
+
+Progress = Callable[[str], None]
+DEFAULT_SEQ = 128
+DEFAULT_HARDWARE = "cpu"
+MICRO_BATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A plan in memory: the document, program texts by file name, and files for model/ by name.
+
+    weights  parameters to save beside the plan, when the model was given as a module object and has no other home
+    """
+
+    document: PlanDocument
+    programs: Mapping[str, str]
+    model_files: Mapping[str, bytes]
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the plan directory, whole or not at all."""
+        files = dict(self.model_files)
+        if self.weights:
+            files["weights.safetensors"] = save({n: t.detach().contiguous().cpu() for n, t in self.weights.items()})
+        save_plan_dir(directory, self.document, self.programs, files)
+
+    def summary(self) -> str:
+        """The plan in a few lines."""
+        return summary(self.document)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration with its defaults filled in."""
+
+    declaration: Declaration
+    mesh: Mesh
+    seq: int
+    micro_batch: int
+    global_batch: int
+    hardware: Hardware
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // (self.mesh.dp * self.micro_batch)
+
+
+def settle(declaration: Declaration) -> Setting:
+    """Defaults: mesh of one rank, sequence of 128, micro-batch of 1, four micro-batches per pipeline stage."""
+    mesh = declaration.mesh or Mesh()
+    micro_batch = declaration.micro_batch or 1
+    share = mesh.dp * micro_batch
+    default = share * (1 if mesh.pp == 1 else MICRO_BATCHES_PER_STAGE * mesh.pp)
+    global_batch = declaration.global_batch or default
+    if global_batch % share:
+        raise InputError(
+            f"global_batch: found {global_batch}, expected a multiple of dp * micro_batch = {mesh.dp} * {micro_batch} = {share}"
+        )
+    hardware = load_hardware(declaration.hardware or DEFAULT_HARDWARE)
+    return Setting(declaration, mesh, declaration.seq or DEFAULT_SEQ, micro_batch, global_batch, hardware)
+
+
+def compile_plan(
+    model: str | torch.nn.Module,
+    *,
+    example: Mapping[str, object] | None = None,
+    declaration: Declaration | None = None,
+    progress: Progress | None = None,
+) -> CompiledPlan:
+    """Capture, choose what the declaration leaves open, emit. InputError for what cannot be had."""
+    tell = progress or (lambda text: None)
+    setting = settle(declaration or Declaration())
+    tell("capturing the model")
+    captured = capture(
+        model,
+        dict(example) if example is not None else None,
+        task=setting.declaration.task,
+        seq=setting.seq,
+        micro_batch=setting.micro_batch,
+        attention=setting.declaration.attention or "sdpa",
+    )
+    kinds = Kinds(captured.graph)
+    tell("choosing layouts")
+    assignment, notes = choose(kinds, setting)
+    tell("cutting pipeline stages")
+    stages = pipeline(assignment, setting)
+    document = write_document(captured, assignment, stages, setting, notes)
+    tell("emitting programs")
+    programs = emit(kinds, document)
+    weights = {}
+    if isinstance(model, torch.nn.Module):
+        named = dict(model.named_parameters(remove_duplicate=False))
+        weights = {path: named[path] for path in captured.signature["parameters"]}
+    return CompiledPlan(document, programs, model_files(captured), weights)
+
+
+def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]:
+    """Chosen layouts with the declaration's as pins."""
+    declared = setting.declaration
+    ranks = setting.mesh.size(AXIS)
+    legal = legal_strategies(kinds, AXIS, ranks, declared.sequence_parallel != "off")
+    pins = LayoutPins(
+        read_layouts(kinds, declared.kinds or {}),
+        read_parameters(kinds, expand_mapping(declared.parameters or {})),
+    )
+    if ranks == 1:
+        return trivial(kinds, legal, pins), ()
+    problem = LayoutProblem(
+        kinds,
+        legal,
+        setting.hardware,
+        setting.hardware.link_for(AXIS, setting.mesh),
+        setting.micro_batches,
+        declared.sequence_parallel or "auto",
+        pins,
+    )
+    choice = choose_layouts(problem)
+    return assign(kinds, legal, choice.results, choice.parameters), choice.notes
+
+
+def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins) -> Assignment:
+    """On an axis of one rank everything is whole; layouts pinned for a larger one cannot be kept."""
+    from_pins = {**{f"{k}[{p}]": t for (k, p), t in pins.results.items()}, **pins.parameters}
+    for where, type_ in from_pins.items():
+        if type_.kind != "I":
+            raise InputError(f"plan.yaml: {where}: {type_}@{AXIS} is pinned but the mesh has {AXIS}=1; leave layouts out or use I")
+    results = {op_class: options[0].results[0] for op_class, options in legal.strategies.items()}
+    return assign(kinds, legal, results, {p.path: I for p in kinds.graph.parameters})
+
+
+def pipeline(assignment: Assignment, setting: Setting) -> StageChoice:
+    """Stages by modelled time and memory, pinned cuts kept."""
+    declared = setting.declaration
+    pricing = Pricing(assignment, setting.mesh, setting.hardware, declared.recompute or "none")
+    return choose_stages(
+        segment_costs(pricing),
+        setting.mesh,
+        schedule=declared.schedule or "1f1b",
+        micro_batches=setting.micro_batches,
+        memory_limit=declared.memory_limit,
+        pinned=tuple(expand_all(s.layers) for s in declared.stages) if declared.stages is not None else None,
+        link=setting.hardware.link_for("pp", setting.mesh),
+    )
+
+
+def write_document(
+    captured: Captured, assignment: Assignment, stages: StageChoice, setting: Setting, notes: tuple[str, ...]
+) -> PlanDocument:
+    """All decisions and predictions as the plan."""
+    declared, kinds = setting.declaration, assignment.kinds
+    signature = Signature.model_validate(captured.signature)
+    results = {op_class: s.results[0] for op_class, s in assignment.strategies.items()}
+    document = read_plan({
+        "schema": 1,
+        "model": {
+            "source": captured.source.source,
+            "kind": captured.source.kind,
+            "parameters": sum(prod(p.shape) for p in (*signature.parameters.values(), *signature.unused.values())),
+        },
+        "task": captured.source.task or "custom",
+        "attention": captured.source.attention,
+        "seed": declared.seed or 0,
+        "mesh": dict(setting.mesh.sizes()),
+        "hardware": declared.hardware or DEFAULT_HARDWARE,
+        "memory_limit": declared.memory_limit,
+        "seq": setting.seq,
+        "micro_batch": setting.micro_batch,
+        "global_batch": setting.global_batch,
+        "precision": declared.precision or "fp32",
+        "reduce_dtype": declared.reduce_dtype or "fp32",
+        "zero": declared.zero or 0,
+        "recompute": declared.recompute or "none",
+        "schedule": declared.schedule or "1f1b",
+        "chunks": declared.chunks or 1,
+        "sequence_parallel": declared.sequence_parallel or "auto",
+        "stages": [
+            {"layers": compress(s.segments), "forward_s": s.forward_s, "backward_s": s.backward_s, "memory": s.memory.model_dump()}
+            for s in stages.stages
+        ],
+        "parameters": compress_mapping(layouts_of(assignment.parameters)),
+        "kinds": {
+            name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(kinds, name, results)}
+            for name, kind in kinds.by_name.items()
+        },
+        "notes": [*captured.graph.notes, *notes],
+        "predicted": predicted(stages, setting),
+    })
+    validate(document, signature)
+    return document
+
+
+def predicted(stages: StageChoice, setting: Setting) -> dict[str, float]:
+    """Step time and bubble of the schedule on the chosen stages."""
+    tokens = setting.global_batch * setting.seq
+    tokens_per_s = tokens / stages.step_s if stages.step_s else 0.0
+    return {"step_s": stages.step_s, "tokens_per_s": tokens_per_s, "bubble": stages.bubble}
+
+
+def emit(kinds: Kinds, document: PlanDocument) -> dict[str, str]:
+    """Programs by file name, from the graph and the document alone."""
+    legal = legal_strategies(kinds, AXIS, document.mesh.size(AXIS), document.sequence_parallel != "off")
+    results = read_layouts(kinds, document.kinds)
+    parameters = read_parameters(kinds, document.parameter_layouts)
+    assignment = assign(kinds, legal, results, parameters)
+    by_name = {s.name: s for s in kinds.graph.segments}
+    cut = tuple(tuple(by_name[name] for name in names) for names in document.stage_segments)
+    staging = Staging(assignment, document.mesh, cut)
+    return {program_name(k): emit_stage(staging, k) for k in range(len(cut))}
+
+
+def model_files(captured: Captured) -> dict[str, bytes]:
+    """Files of model/: the signature, buffers that constants read, the configuration."""
+    files = {"signature.json": Signature.model_validate(captured.signature).to_json().encode()}
+    files["buffers.safetensors"] = save({n: t.detach().contiguous() for n, t in captured.buffers.items()})
+    if captured.config_json is not None:
+        files["config.json"] = captured.config_json.encode()
+    return files
+
+
+def dry_run_rank(plan_dir: str | Path, rank: int) -> DryReport:
+    """Runs one rank's program on fake tensors. InputError for a bad plan, a rank off the mesh, or a program that does not fit."""
+    document, signature = load_checked(plan_dir)
+    load_programs(plan_dir, document)
+    try:
+        stage = document.mesh.coordinates(rank)["pp"]
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    name = program_name(stage)
+    path = Path(plan_dir) / "programs" / name
+    program = load_stage(load_program(plan_dir, document, name), stage, path)
+    layouts = document.parameter_layouts
+    parameters = {
+        p: (layouts[p].local_shape(signature.parameters[p].shape, document.mesh), signature.parameters[p].dtype)
+        for p in program.parameters
+    }
+    with safe_open(Path(plan_dir) / "model" / "buffers.safetensors", framework="pt") as buffers:
+        shapes = {n: (tuple(buffers.get_tensor(n).shape), dtype_name(buffers.get_tensor(n))) for n in buffers.keys()}  # noqa: SIM118
+    return dry_run(
+        program,
+        document.mesh,
+        rank,
+        parameters,
+        {i.name: (i.shape, i.dtype) for i in signature.inputs},
+        shapes,
+        frozen=[p for p, spec in signature.parameters.items() if not spec.trainable],
+        recompute=document.recompute,
+    )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,127 @@
+"""What every segment costs on one rank under chosen layouts: the numbers that stages are cut by.
+
+    seconds      per micro-batch: each op on its share, conversions of its operands, forward and backward
+    parameters   bytes of the local shards that the segment reads
+    activations  bytes that autograd keeps for one micro-batch, estimated: the results of every op that is not a view and through which
+                 a gradient flows; with recomputation, the segment's inputs alone
+    boundary     bytes that cross to the next segment when a stage is cut behind it: every value made so far that is still needed
+
+Costs are computed once per kind and repeated for its members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.costs import conversion_s
+from meshwright.compiler.flops import op_time_s
+from meshwright.compiler.graph import Segment
+from meshwright.compiler.hardware import Hardware
+from meshwright.compiler.rules import shapes
+from meshwright.compiler.rules.table import rule_for
+from meshwright.passes.choose_stages import SegmentCost
+from meshwright.plans.layout import I, Type
+from meshwright.plans.mesh import Mesh
+
+ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
+VIEWS = (shapes.view, shapes.permute, shapes.expand, shapes.slice_dim, shapes.select, shapes.split)
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The setting in which segments are priced."""
+
+    assignment: Assignment
+    mesh: Mesh
+    hardware: Hardware
+    recompute: str
+
+    def local_bytes(self, name: str, type_: Type | None = None) -> int:
+        """Bytes of a value on one rank."""
+        value = self.assignment.kinds.graph.values[name]
+        type_ = self.assignment.type_of(name) if type_ is None else type_
+        share = self.assignment.ranks if type_.kind == "S" else 1
+        return prod(value.shape) * ITEM_BYTES.get(value.dtype, 4) // share
+
+
+def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
+    """One cost per segment, in order."""
+    kinds = pricing.assignment.kinds
+    times = {name: kind_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
+    saved = {name: kind_activations(pricing, kind.representative) for name, kind in kinds.by_name.items()}
+    boundaries = boundary_bytes(pricing)
+    return tuple(
+        SegmentCost(
+            name=s.name,
+            forward_s=times[s.kind][0],
+            backward_s=times[s.kind][1],
+            parameter_bytes={path: pricing.local_bytes(name) for path, name in segment_parameters(pricing, s)},
+            activation_bytes=saved[s.kind],
+            boundary_bytes=boundaries[i],
+        )
+        for i, s in enumerate(kinds.graph.segments)
+    )
+
+
+def segment_parameters(pricing: Pricing, segment: Segment) -> tuple[tuple[str, str], ...]:
+    """(path, graph name) of every parameter a segment reads."""
+    graph = pricing.assignment.kinds.graph
+    names = dict.fromkeys(n for i in segment.ops for n in graph.ops[i].operands if n in graph.parameter_of)
+    return tuple((graph.parameter_of[n].path, n) for n in names)
+
+
+def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
+    """(forward, backward) seconds of one micro-batch through a segment."""
+    assignment = pricing.assignment
+    graph = assignment.kinds.graph
+    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
+    forward = backward = 0.0
+    converted: set[tuple[str, Type]] = set()
+    for position, i in enumerate(segment.ops):
+        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
+        split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
+        cost = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
+        forward, backward = forward + cost[0], backward + cost[1]
+        for name, need in zip(op.operands, strategy.operands, strict=True):
+            if assignment.type_of(name) == need or (name, need) in converted:
+                continue
+            converted.add((name, need))
+            value = graph.values[name]
+            size = pricing.local_bytes(name, I)
+            pair = conversion_s(assignment.type_of(name), need, size, assignment.ranks, link, value.requires_grad)
+            forward, backward = forward + pair[0], backward + pair[1]
+    if pricing.recompute == "full" and segment.prefix:
+        backward += forward
+    return forward, backward
+
+
+def kind_activations(pricing: Pricing, segment: Segment) -> int:
+    """Bytes kept for the backward pass of one micro-batch."""
+    graph = pricing.assignment.kinds.graph
+    if pricing.recompute == "full" and segment.prefix:
+        return sum(pricing.local_bytes(n) for n in pricing.assignment.kinds.externals(segment) if graph.values[n].requires_grad)
+    return sum(
+        pricing.local_bytes(r.name)
+        for i in segment.ops
+        if rule_for(graph.ops[i].target) not in VIEWS
+        for r in graph.ops[i].results
+        if r.requires_grad
+    )
+
+
+def boundary_bytes(pricing: Pricing) -> tuple[int, ...]:
+    """For each segment, bytes of all values made up to it that later segments read."""
+    kinds = pricing.assignment.kinds
+    graph = kinds.graph
+    number = {s.name: i for i, s in enumerate(graph.segments)}
+    totals = [0] * len(graph.segments)
+    for i, segment in enumerate(graph.segments):
+        for value in kinds.result_values(segment):
+            readers = [
+                number[kinds.segment_of_op[j].name] for j in graph.consumers.get(value.name, ()) if j in kinds.segment_of_op
+            ]
+            for k in range(i, max(readers, default=i)):
+                totals[k] += pricing.local_bytes(value.name)
+    return tuple(totals)
