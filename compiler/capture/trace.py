@@ -12,6 +12,7 @@ A custom autograd.Function is inlined; functions.py refuses those whose backward
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,13 +52,17 @@ class Traced:
 
 
 class LossOnly(nn.Module):
-    """The model as a function to its scalar loss."""
+    """The model as a function to its scalar loss. `masked`: an attention mask of ones is made and given."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, masked: bool) -> None:
         super().__init__()
         self.inner = inner
+        self.masked = masked
 
     def forward(self, **inputs: object) -> torch.Tensor:
+        ids = inputs.get("input_ids")
+        if self.masked and isinstance(ids, torch.Tensor):
+            inputs["attention_mask"] = torch.ones_like(ids)
         return find_loss(self.inner(**inputs))
 
 
@@ -85,15 +90,26 @@ def trace(module: nn.Module, example: Mapping[str, object]) -> Traced:
 
 
 def _export(module: nn.Module, example: Mapping[str, object]) -> torch.export.ExportedProgram:
+    """Some models make the attention mask themselves, but not while they are exported: those get one in a second attempt."""
+    takes_mask = "attention_mask" in inspect.signature(module.forward).parameters and "attention_mask" not in example
     with recorded_applications(module) as applications:
         try:
-            program = torch.export.export(LossOnly(module), (), dict(example), strict=False)
+            program = torch.export.export(LossOnly(module, False), (), dict(example), strict=False)
         except InputError:
             raise
         except FAILURES as error:
-            raise InputError(f"torch.export cannot trace this model in training: {first_line(error)}") from error
+            if not takes_mask or "NoneType" not in str(error):
+                raise _export_error(error) from error
+            try:
+                program = torch.export.export(LossOnly(module, True), (), dict(example), strict=False)
+            except FAILURES as second:
+                raise _export_error(second) from second
     check_applications(applications)
     return program
+
+
+def _export_error(error: BaseException) -> InputError:
+    return InputError(f"torch.export cannot trace this model in training: {first_line(error)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
