@@ -43,17 +43,20 @@ def build_skeleton(source: ModelSource, config: PretrainedConfig | None = None) 
         return _build(source, config)
 
 
-def build_model(source: ModelSource, seed: int) -> nn.Module:
-    """The real model in float32: its weights where it has some, else transformers' own initialisation from `seed`."""
+def build_model(source: ModelSource, seed: int, config: PretrainedConfig | None = None) -> nn.Module:
+    """The real model in float32: its weights where it has some, else transformers' own initialisation from `seed`.
+
+    `config` is the source's configuration if it was read already.
+    """
     with quiet():
         torch.manual_seed(seed)
-        return _build_real(source)
+        return _build_real(source, config)
 
 
-def _build_real(source: ModelSource) -> nn.Module:
+def _build_real(source: ModelSource, config: PretrainedConfig | None) -> nn.Module:
     if source.kind == "factory" or not source.has_weights:
-        return _build(source).module.float()
-    config = prepare_config(load_config(source), source.source, source.task)
+        return _build(source, config).module.float()
+    config = prepare_config(config or load_config(source), source.source, source.task)
     options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
     try:
         module = auto_class(source.task or "").from_pretrained(

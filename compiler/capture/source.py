@@ -15,7 +15,9 @@ Task  the model class is transformers' own choice for (configuration class, task
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,12 +218,14 @@ def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> st
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While active, transformers neither logs below errors nor draws progress bars."""
+    """While active, transformers logs errors alone and draws no progress bars; off a terminal, nothing is written to stderr."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hidden = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        yield
+        with hidden:
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
