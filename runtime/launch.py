@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,6 +19,9 @@ from meshwright.runtime.axes import Axis, ProcessAxis, build_axes
 from meshwright.runtime.placement import Parameter, Placement
 from meshwright.runtime.program import program_name, stage_parameters
 
+MALLOPT = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}
+"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD (malloc.h), in bytes."""
+
 
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The device asked for; else this rank's GPU if every rank of the machine has one, else the CPU."""
@@ -29,7 +33,20 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device("cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()
     return chosen
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep the memory of freed tensors for the next ones.
+
+    By default it gives memory of this size back, and each step pays for the same pages again: 5 to 10% of CPU time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in MALLOPT.items():
+            mallopt(option, value)
 
 
 def join_processes(mesh: Mesh, device: torch.device, timeout_s: float) -> dict[str, Axis]:

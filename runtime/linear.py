@@ -4,6 +4,8 @@ column_linear is one conversion to R followed by several linears (q, k and v; ga
 column-parallel linear does in its backward pass (arXiv 2205.05198, section 4.2.2): the input gradient is computed first
 and its all-reduce or reduce-scatter runs while the weight gradients are computed; a sequence-sharded input is saved as
 its shard, and gathered again while the input gradient is computed. It equals `convert` and `linear`, to rounding.
+
+Both add weight gradients straight to the main gradient where there is one (runtime.main_gradients).
 """
 
 from __future__ import annotations
@@ -17,18 +19,43 @@ from torch.nn import functional
 
 from meshwright.plans.layout import R, Type
 from meshwright.runtime.axes import Axis, Pending, done
+from meshwright.runtime.main_gradients import add_column_sums, add_outer
 
 Grads = tuple[Tensor | None, ...]
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., in) -> (..., out)."""
-    return functional.linear(x, weight, bias)
 
 
 def _rows(x: Tensor) -> Tensor:
     """(..., features) -> (rows, features)."""
     return x.reshape(-1, x.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    """Operands: x, weight, bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias = weight, bias
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad = _rows(grads[0])
+        grad_x = (grad @ weight).view(x.shape) if needs_x else None
+        grad_weight = add_outer(ctx.weight, grad, _rows(x)) if needs_weight else None
+        return grad_x, grad_weight, add_column_sums(ctx.bias, grad) if needs_bias else None
+
+
+_linear: Callable[..., Tensor] = _Linear.apply
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) -> (..., out)."""
+    if not torch.is_grad_enabled():
+        return functional.linear(x, weight, bias)
+    return _linear(x, weight, bias)
 
 
 def _input_grad(grads: Grads, weights: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -52,6 +79,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.axis, ctx.source = axis, source
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
+        ctx.weights, ctx.biases = weights, biases
         full = axis.all_gather(x, source.dim, source.sections) if source.kind == "S" else x
         return tuple(functional.linear(full, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
@@ -68,12 +96,12 @@ class _ColumnLinear(torch.autograd.Function):
         grad_x = _start_input_grad(ctx.axis, ctx.source, grads, weights, x.shape) if needs_x else None
         full = _rows(gathered.wait())
         grad_weights = [
-            _rows(grad).t() @ full if needed and grad is not None else None
-            for grad, needed in zip(grads, needs_weights, strict=True)
+            add_outer(weight, _rows(grad), full) if needed and grad is not None else None
+            for weight, grad, needed in zip(ctx.weights, grads, needs_weights, strict=True)
         ]
         grad_biases = [
-            _rows(grad).sum(0) if needed and grad is not None else None
-            for grad, needed in zip(grads, needs_biases, strict=True)
+            add_column_sums(bias, _rows(grad)) if needed and grad is not None else None
+            for bias, grad, needed in zip(ctx.biases, grads, needs_biases, strict=True)
         ]
         return (None, None, None if grad_x is None else grad_x.wait(), None, *grad_weights, *grad_biases)
 

@@ -1,6 +1,7 @@
 """What emitted programs call, besides ATen: layout conversions, and the few ops that know of a mesh axis or of a seed.
 
     convert(x, axis, "P -> S(1)")     collectives of plans.layout.CONVERSIONS, on the value and on the gradient
+    embedding                         rows of a table
     vocab_embedding                   rows of a table sharded over the vocabulary; the result is P
     linear, column_linear             runtime.linear
     cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
@@ -25,6 +26,7 @@ from meshwright.runtime.axes import Axis, join_shards, take_shard
 from meshwright.runtime.grouped import grouped_mm
 from meshwright.runtime.linear import column_linear, linear
 from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
+from meshwright.runtime.main_gradients import add_rows
 from meshwright.runtime.random import dropout, sdpa
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "convert",
     "cross_entropy_sum",
     "dropout",
+    "embedding",
     "grouped_mm",
     "linear",
     "parse_conversion",
@@ -119,6 +122,7 @@ class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int, padding_idx: int) -> Tensor:
         ctx.save_for_backward(ids)
+        ctx.weight = weight
         ctx.rows, ctx.start, ctx.padding_idx = weight.shape[0], start, padding_idx
         local = ids - start
         outside = (local < 0) | (local >= weight.shape[0])
@@ -126,16 +130,21 @@ class _VocabEmbedding(torch.autograd.Function):
         return rows.masked_fill_(outside.unsqueeze(-1), 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         local = ids - ctx.start
         dropped = (local < 0) | (local >= ctx.rows) | (ids == ctx.padding_idx)
         grad = grads[0].masked_fill(dropped.unsqueeze(-1), 0)
         local.masked_fill_(dropped, 0)
-        return None, torch.ops.aten.embedding_dense_backward.default(grad, local, ctx.rows, -1, False), None, None
+        return None, add_rows(ctx.weight, local.flatten(), grad.flatten(0, -2)), None, None
 
 
 _vocab_embedding: Callable[..., Tensor] = _VocabEmbedding.apply
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """Rows `ids` of a table: ids (...) -> (..., H). Row `padding_idx` gets no gradient."""
+    return _vocab_embedding(ids, weight, 0, padding_idx)
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int = -1) -> Tensor:

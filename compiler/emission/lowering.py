@@ -104,7 +104,7 @@ def embedding(site: Site) -> str:
     padding = site.call.argument(2, "padding_idx", -1)
     if site.strategy.lowering == "vocabulary":
         return f"ops.vocab_embedding({ids}, {weight}, {site.axis}, padding_idx={padding})"
-    return f"aten.embedding.default({weight}, {ids}, {padding})"
+    return f"ops.embedding({ids}, {weight}, padding_idx={padding})"
 
 
 def cross_entropy(site: Site) -> str:
