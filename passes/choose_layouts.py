@@ -7,7 +7,8 @@ The problem (solved by passes.solver_layout)
                  the conversions between types, each value's conversion paid once per consuming segment; times the number of members
     parameters   R storage adds one gradient all-reduce per step, shared by the micro-batches. On the tensor axis memory comes first: a
                  parameter that matters (at least MATTERS of the largest one) pays PRICE_S_PER_BYTE for every byte that is left whole
-    shards       a sliced parameter is used as its slice: the tensor axis never gathers weights inside a micro-batch
+    hoisting     a sliced parameter is used as its slice, and what is used as R is stored as R: the tensor axis neither gathers weights nor
+                 reduces their gradients inside a micro-batch
     pins         result types and parameter types given by the user are the only options of their choice
 
 What does not divide has no such option; `notes` say which blocks fell back for that reason. Column-then-row linears, head-parallel
@@ -266,7 +267,7 @@ class Builder:
             return None
         if {source.kind, target.kind} == {"S"} and (source.sections or target.sections):
             return None
-        if source.kind == "S" and producer in self.parameter_choices:
+        if producer in self.parameter_choices and (source.kind == "S" or (source, target) == (I, R)):
             return None
         value = self.values[producer][result]
         forward, backward = conversion_s(

@@ -27,7 +27,7 @@ from meshwright.plans.layout import Type
 
 SCALE = 1e10
 LARGEST = 1 << 50
-GAP = 1e-3
+GAP = 1e-7
 EFFORT = 30.0
 
 

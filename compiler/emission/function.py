@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.emission.columns import column_groups, column_of
 from meshwright.compiler.emission.lowering import Site, expression
 from meshwright.compiler.graph import Graph, Op, Segment, Value
 from meshwright.compiler.kinds import Kinds, relative, short_name
@@ -74,6 +75,7 @@ class FunctionWriter:
         self.entered = assignment.entry_types(kind)
         self.lines: list[str] = []
         self.sites = 0
+        self.columns = column_groups(assignment, kind)
 
     def text(self) -> str:
         """The whole function."""
@@ -84,7 +86,10 @@ class FunctionWriter:
             if op.module != module and op.module:
                 module = op.module
                 self.lines.append(f"# {relative(module, self.segment.prefix) if module != self.segment.prefix else 'layer'}")
-            self.write(op, self.assignment.strategies[self.kind.name, position])
+            if position in self.columns:
+                self.write_columns(self.columns[position])
+            elif op.results[0].name not in self.texts:
+                self.write(op, self.assignment.strategies[self.kind.name, position])
         results = [self.texts[v.name] for v in self.kinds.result_values(self.segment)]
         returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
         header = f"def {function_name(self.kind.name)}(rt, w, {''.join(e + ', ' for e in externals)}index):"
@@ -147,6 +152,26 @@ class FunctionWriter:
         self.texts.update(zip((r.name for r in op.results), names, strict=True))
         layout = "" if strategy.results[0] == I else f"  # {strategy.results[0]} {list(shapes[0])}"
         self.lines.append(f"{', '.join(names)} = {text}{layout}")
+
+    def write_columns(self, positions: tuple[int, ...]) -> None:
+        """Linears of one converted value, as one call."""
+        ops = [self.graph.ops[self.segment.ops[p]] for p in positions]
+        columns = [c for c in map(column_of, ops) if c is not None]
+        x = columns[0].x
+        source = settled(self.entered.get(x, self.assignment.type_of(x)), self.graph.values[x])
+        weights = [self.operand(c.weight) + (".t()" if c.transposed else "") for c in columns]
+        biases = [self.operand(c.bias) if c.bias else "None" for c in columns]
+        names = [self.names.new(short_name(op.target)) for op in ops]
+        self.texts.update(zip((op.results[0].name for op in ops), names, strict=True))
+        pair = conversion(source, R)
+        self.lines += [
+            f"{', '.join(names)}{',' if len(names) == 1 else ''} = ops.column_linear(  # {pair.forward}; backward {pair.backward}",
+            f"    {self.operand(x)}, {self.assignment.axis},",
+            f"    ({', '.join(weights)},),",
+            f"    ({', '.join(biases)},),",
+            f'    "{source} -> R",',
+            ")",
+        ]
 
     def site(self, op: Op, strategy: Strategy, texts: Mapping[str, str], shapes: tuple[tuple[int, ...], ...]) -> Site:
         self.sites += 1

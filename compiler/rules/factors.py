@@ -69,6 +69,7 @@ class Factors:
     lowered_results     factor -> result types, where they differ from S/P
     linear              sets of operands in which the op is jointly linear: P in, P out
     resection           (operand sections, result sections) by factor, where they differ (split of a packed dim)
+    always              factor that is sharded wherever it divides: the op then never runs whole
     fallback            factor -> the factor that it stands in for: it is offered only where that one does not divide
     extra               strategies that no single factor per dim can say; left out where a dim does not divide
     """
@@ -84,6 +85,7 @@ class Factors:
     resection: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     extra: tuple[Strategy, ...] = ()
     fallback: Mapping[str, str] = field(default_factory=dict)
+    always: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def strategies(
 
     `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
     """
-    found = [uniform(call, I, ""), uniform(call, R, "R")]
+    divisible = ranks > 1 and factors is not None and factors.always and not any(n % ranks for n in factor_sizes(call, factors, factors.always))
+    found = [] if divisible and factors.always not in banned else [uniform(call, I, ""), uniform(call, R, "R")]
     refused = []
     for factor in factor_names(factors) if factors else ():
         if factor in banned:

@@ -127,7 +127,10 @@ def embedding(call: Call) -> Factors:
 
 
 def cross_entropy_sum(call: Call) -> Factors:
-    """logits (t, v), targets (t,): the tokens sum; v by vocabulary-parallel log-softmax (arXiv 1909.08053, section 3)."""
+    """logits (t, v), targets (t,): the tokens sum; v by vocabulary-parallel log-softmax (arXiv 1909.08053, section 3).
+
+    Where v divides, no rank ever holds logits over the whole vocabulary, the largest activation of most models.
+    """
     if len(call.operands[0].shape) != 2:
         return Factors(tuple(("",) * len(v.shape) for v in call.operands), ((),))
     return Factors(
@@ -136,6 +139,7 @@ def cross_entropy_sum(call: Call) -> Factors:
         summed=frozenset({"t"}),
         lowering={"v": "vocabulary"},
         lowered_results={"v": (I,)},
+        always="v",
     )
 
 
