@@ -23,7 +23,7 @@ _PUBLIC = {
 }
 _MODULES = {"costs": "meshwright.compiler.costs", "layout": "meshwright.plans.layout"}
 
-__all__ = ["Engine", "InputError", "Plan", "compile", "costs", "layout", "register_rule", "simulate"]  # noqa: F822 - see __getattr__
+__all__ = ["Engine", "InputError", "Plan", "compile", "costs", "layout", "register_rule", "simulate"]
 
 
 def __getattr__(name: str) -> object:

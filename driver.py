@@ -3,8 +3,8 @@
     compile_plan     MODEL and a Declaration -> CompiledPlan (document, programs, model files)
     dry_run_rank     one rank's program of a plan directory on fake tensors, for any world size
 
-Choosing fills the document and nothing else; emission reads the graph and the document and decides nothing. So compiling from a complete plan
-repeats it, and compiling from an edited one applies the edits or refuses them.
+Choosing fills the document and nothing else; emission reads the graph and the document and decides nothing. So compiling from
+a complete plan repeats it, and compiling from an edited one applies the edits or refuses them.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def compile_plan(
     document = write_document(captured, assignment, stages, setting, notes)
     tell("emitting programs")
     programs = emit(kinds, document)
-    weights = {}
+    weights: Mapping[str, torch.Tensor] = {}
     if isinstance(model, torch.nn.Module):
         named = dict(model.named_parameters(remove_duplicate=False))
-        weights = {path: named[path] for path in captured.signature["parameters"]}
+        weights = {path: named[path] for path in document.parameter_layouts}
     return CompiledPlan(document, programs, model_files(captured), weights)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import BATCH, SEQUENCE, banned_factors, label_values
-from meshwright.compiler.rules.factors import Call, Refusal, Strategy, strategies
+from meshwright.compiler.rules.factors import Refusal, Strategy, strategies
 from meshwright.compiler.rules.table import factors_of
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, Type, conversion
@@ -136,7 +136,7 @@ def assign(
             best = min(
                 fitting,
                 key=lambda s: sum(
-                    traffic(known.get(n, I), t) for n, t in dict(zip(op.operands, s.operands, strict=True)).items()  # noqa: B023
+                    traffic(known.get(n, I), t) for n, t in dict(zip(op.operands, s.operands, strict=True)).items()
                 ),
             )
             chosen[name, position] = best

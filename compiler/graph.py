@@ -63,7 +63,7 @@ class Parameter:
 class Op:
     """One call. `target` is the op's qualified name ("aten.linear.default", "mw.cross_entropy_sum").
 
-    args/kwargs hold literals, Refs, and lists or tuples of them. `module` is the path of the innermost module, `module_class` its class name.
+    args/kwargs hold literals, Refs, and lists or tuples of them. `module` is the path of the innermost module.
     """
 
     target: str

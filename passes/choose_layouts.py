@@ -79,7 +79,8 @@ def value_bytes(value: Value) -> int:
 def parameter_class(kinds: Kinds, parameter: Parameter) -> str:
     """Parameters at one place of all layers of a kind share a class; one used in several places is its own."""
     graph = kinds.graph
-    users = {kinds.segment_of_op[i].name: kinds.segment_of_op[i] for i in graph.consumers.get(parameter.value.name, ()) if i in kinds.segment_of_op}
+    readers = [kinds.segment_of_op[i] for i in graph.consumers.get(parameter.value.name, ()) if i in kinds.segment_of_op]
+    users = {segment.name: segment for segment in readers}
     if len(users) == 1:
         segment = next(iter(users.values()))
         own = relative(parameter.path, segment.prefix)
@@ -146,9 +147,10 @@ class Builder:
                 )
             types = self.storage_types(members[0])
             if pinned and not pinned <= set(types):
+                axis, ranks = self.problem.legal.axis, self.problem.legal.ranks
                 raise InputError(
-                    f"plan.yaml: parameters.{compress([p.path for p in members])[0]}: {next(iter(pinned))}@{self.problem.legal.axis} is not legal for "
-                    f"shape {list(members[0].value.shape)} on {self.problem.legal.axis}={self.problem.legal.ranks}; it can be {', '.join(map(str, types))}"
+                    f"plan.yaml: parameters.{compress([p.path for p in members])[0]}: {next(iter(pinned))}@{axis} is not legal for "
+                    f"shape {list(members[0].value.shape)} on {axis}={ranks}; it can be {', '.join(map(str, types))}"
                 )
             kept = tuple(t for t in types if not pinned or t in pinned)
             options = tuple(Option(self.storage_cost(members, t), (), (t,)) for t in kept)
@@ -290,7 +292,8 @@ def sequence_types(problem: LayoutProblem) -> dict[OpClass, Type]:
                 continue
             if value.shape[dims[0]] % ranks:
                 raise InputError(
-                    f"sequence_parallel on: a sequence of {value.shape[dims[0]]} does not divide by {problem.legal.axis}={ranks}; use auto or off"
+                    f"sequence_parallel: on: a sequence of {value.shape[dims[0]]} does not divide by "
+                    f"{problem.legal.axis}={ranks}; use auto or off"
                 )
             found[name, position] = shard(dims[0])
     return found

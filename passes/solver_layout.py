@@ -4,22 +4,21 @@ Variables
     x[c, o]       option o is taken for choice c
     y[v, t]       value v (a result of a choice) has type t:           y = sum of x[c, o] over the options that yield t
     z[s, v, t]    some consumer at site s needs value v as t:          z >= x[c, o] for each such option
-    w[s, v, a, t] value v is converted from a to t at site s:          w <= y[v, a], and z[s, v, t] <= y[v, t] + sum over a of w[s, v, a, t]
+    w[s, v, a, t] value v is converted from a to t at site s:          w <= y[v, a]
 Objective
     sum of option costs and of conversion costs: each conversion of a value at a site is paid once, however many read it.
 Constraints
-    exactly one option per choice. The sum over a runs over the conversions that exist, so a need without one cannot be met. This form has a
-    nearly integral linear relaxation, which is what makes the search short.
+    exactly one option per choice; a need is met as it is or by a conversion: z[s, v, t] <= y[v, t] + sum over a of w[s, v, a, t], over the
+    conversions that exist. This form has a nearly integral linear relaxation, which is what makes the search short.
 
-A site is where a conversion is written: the function of a kind, for all its consumers together, or the call of one. Costs are seconds; they are scaled to
-integers of 0.1 ns. One worker and a fixed seed make the answer a function of the problem alone.
+A site is where a conversion is written: the function of a kind, for all its consumers together, or the call of one. Costs are
+seconds, scaled to integers of 0.1 ns. One worker and a fixed seed make the answer a function of the problem alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
 
 from ortools.sat.python import cp_model
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from meshwright.plan import compile
 from meshwright.runtime.engine import Engine
 from meshwright.tests.ranks import run_ranks

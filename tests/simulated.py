@@ -85,7 +85,7 @@ def run_ranks(size: int, body: Callable[[SimulatedAxis], Result], name: str = "t
     def rank(index: int) -> None:
         try:
             results[index] = body(SimulatedAxis(name, size, index, meeting))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
             errors[index] = error
             meeting.barrier.abort()
 

@@ -1,13 +1,14 @@
 """Every rule, every strategy: run on simulated ranks, recombined by the types' meaning, equal to the op run whole.
 
-Values are checked against the definition of the types (plans.layout), forward and backward: what a strategy says of an operand's gradient must
-be so. The text that runs is the text that programs contain.
+Values are checked against the definition of the types (plans.layout), forward and backward: what a strategy says of an
+operand's gradient must be so. The text that runs is the text that programs contain.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+
 from meshwright.compiler.emission.lowering import Site, expression
 from meshwright.compiler.graph import Op, Ref, Value
 from meshwright.compiler.rules.factors import Call, Strategy, strategies

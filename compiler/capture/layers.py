@@ -174,10 +174,8 @@ def _kind_names(texts: dict[str, str]) -> dict[str, str]:
     names: dict[str, str] = {}
     by_text: dict[tuple[str, str], str] = {}
     for label, text in texts.items():
-        if label in layers:
-            stem = "layer" if one_kind else container(_prefix_of(label)) or "layer"
-        else:
-            stem = label.split(".")[0].split("@")[0]
+        layer_stem = "layer" if one_kind else container(_prefix_of(label)) or "layer"
+        stem = layer_stem if label in layers else label.split(".")[0].split("@")[0]
         if (stem, text) not in by_text:
             count = sum(1 for known, _ in by_text if known == stem)
             by_text[stem, text] = stem if count == 0 else f"{stem}.{_letters(count)}"

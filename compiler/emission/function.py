@@ -17,7 +17,7 @@ from meshwright.compiler.emission.lowering import Site, expression
 from meshwright.compiler.graph import Graph, Op, Segment, Value
 from meshwright.compiler.kinds import Kinds, relative, short_name
 from meshwright.compiler.rules.factors import Strategy
-from meshwright.plans.layout import I, R, Layout, Type, conversion
+from meshwright.plans.layout import I, Layout, R, Type, conversion
 from meshwright.plans.mesh import Mesh
 
 

@@ -234,7 +234,8 @@ class ForwardWriter:
             self.texts.update((v.name, identifier(v.name)) for v in received)
             self.lines.append(f"{', '.join(identifier(v.name) for v in received)}{',' if len(received) == 1 else ''} = received")
         for j, value in enumerate(self.graph.denominators):
-            self.texts[value.name] = f"denominators[{self.reads.denominators.index(j)}]" if j in self.reads.denominators else ""
+            if j in self.reads.denominators:
+                self.texts[value.name] = f"denominators[{self.reads.denominators.index(j)}]"
         index = 0
         while index < len(self.segments):
             length = self.run_length(index)
@@ -329,7 +330,9 @@ class ForwardWriter:
             if following.kind != first.kind or not first.prefix or not consecutive(previous.prefix, following.prefix):
                 break
             found = self.link(previous, following)
-            if found is None or not self.enters_as_is(following) or (links is not None and found != links) or not self.only_for_next(previous, following):
+            if found is None or (links is not None and found != links):
+                break
+            if not self.enters_as_is(following) or not self.only_for_next(previous, following):
                 break
             links, length = found, length + 1
         return length

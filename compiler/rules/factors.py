@@ -183,8 +183,7 @@ def strategies(
 
     `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
     """
-    divisible = ranks > 1 and factors is not None and factors.always and not any(n % ranks for n in factor_sizes(call, factors, factors.always))
-    found = [] if divisible and factors.always not in banned else [uniform(call, I, ""), uniform(call, R, "R")]
+    found = [] if never_whole(call, factors, ranks) else [uniform(call, I, ""), uniform(call, R, "R")]
     refused = []
     for factor in factor_names(factors) if factors else ():
         if factor in banned:
@@ -207,6 +206,13 @@ def strategies(
         found.extend(linear_strategy(call, chosen) for chosen in (factors.linear if factors else ()))
     settled = dict.fromkeys(without_gradient(s, call) for s in found if consistent(call, s))
     return tuple({(s.operands, s.results): s for s in reversed(settled)}.values())[::-1], tuple(refused)
+
+
+def never_whole(call: Call, factors: Factors | None, ranks: int) -> bool:
+    """Whether the rule has a factor that is sharded wherever it divides, and it does."""
+    if factors is None or not factors.always or ranks == 1:
+        return False
+    return not any(size % ranks for size in factor_sizes(call, factors, factors.always))
 
 
 def sections_of(

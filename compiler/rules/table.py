@@ -206,7 +206,11 @@ square clamp clamp_min clamp_max pow floor ceil round bitwise_not logical_not lo
 minimum maximum where masked_fill remainder floor_divide leaky_relu elu hardtanh mish type_as to clone contiguous dropout
 zeros_like ones_like full_like""".split()
 
-OVERLOADS = "default Tensor Scalar Tensor_Scalar Tensor_Tensor self ScalarOther ScalarSelf dtype dtype_layout device other prim_Device".split()
+OVERLOADS = """default Tensor Scalar Tensor_Scalar Tensor_Tensor self ScalarOther ScalarSelf dtype dtype_layout device other
+prim_Device""".split()
+
+VIEWS = """view.default reshape.default flatten.using_ints unflatten.int unsqueeze.default squeeze.dim squeeze.dims squeeze.default
+_unsafe_view.default view_as.default reshape_as.default""".split()
 
 RULES: dict[str, Rule] = {
     **{f"aten.{name}.{overload}": pointwise() for name in ELEMENTWISE for overload in OVERLOADS},
@@ -218,13 +222,7 @@ RULES: dict[str, Rule] = {
     "aten.pow.Scalar": pointwise(),
     "aten.clone.default": pointwise(frozenset({0})),
     "aten.contiguous.default": pointwise(frozenset({0})),
-    **{
-        f"aten.{name}": shapes.view
-        for name in (
-            "view.default", "reshape.default", "flatten.using_ints", "unflatten.int", "unsqueeze.default",
-            "squeeze.dim", "squeeze.dims", "squeeze.default", "_unsafe_view.default", "view_as.default", "reshape_as.default",
-        )
-    },  # fmt: skip
+    **{f"aten.{name}": shapes.view for name in VIEWS},
     **{f"aten.{name}": shapes.permute for name in ("permute.default", "transpose.int", "t.default", "numpy_T.default")},
     "aten.expand.default": shapes.expand,
     "aten.expand_as.default": nonlinear(shapes.expand),
