@@ -65,6 +65,8 @@ class Context:
         self.dropout = dropout
         self.step = 0
         self.micro_batch = 0
+        self.on_keep: Callable[[Tensor], object] | None = None
+        """Told of each tensor that a recomputed layer keeps: autograd's hooks do not see those."""
 
     def axis(self, name: str) -> Axis:
         """The mesh axis `name`."""
@@ -86,6 +88,10 @@ class Context:
         here = copy.copy(self)
         if self.recompute == "none" or not torch.is_grad_enabled():
             return fn(here, weights, *args)
+        if self.on_keep is not None:
+            for kept in args:
+                if isinstance(kept, Tensor):
+                    self.on_keep(kept)
         result: Result = checkpoint(fn, here, weights, *args, use_reentrant=False, preserve_rng_state=False)
         return result
 

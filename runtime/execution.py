@@ -58,6 +58,7 @@ class StepExecution:
         self._inputs = inputs
         self._denominators = denominators
         self._saved = saved
+        stage.context.on_keep = None if saved is None else saved.keep
         self._in_flight: dict[int, InFlight] = {}
         self._outputs: dict[int, list[Tensor]] = {}
         self._input_gradients: dict[int, list[Tensor]] = {}

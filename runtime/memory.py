@@ -2,6 +2,7 @@
 
 On CPUs activations are what autograd saves for the backward pass: unique storages, parameters and constants left out,
 summed over the micro-batches in flight. Shapes never change, so one step is watched for each number of micro-batches.
+Of recomputed layers it is what they keep; what a recomputation makes for the moment is not counted.
 On GPUs they are what the allocator has beyond parameters, gradients and optimizer states.
 """
 
@@ -20,23 +21,26 @@ class SavedBytes:
     def __init__(self, permanent: Iterable[Tensor]) -> None:
         self._permanent = {tensor.untyped_storage().data_ptr() for tensor in permanent}
         self._live: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._micro_batch = 0
         self.peak = 0
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
         """Counts what is saved inside for a micro-batch."""
-        seen: set[int] = set()
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._permanent and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                self._live[micro_batch] = self._live.get(micro_batch, 0) + storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        self._seen = set(self._permanent)
+        self._micro_batch = micro_batch
+        with saved_tensors_hooks(self.keep, lambda tensor: tensor):
             yield
         self.peak = max(self.peak, self.now)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A tensor of the micro-batch is saved."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._live[self._micro_batch] = self._live.get(self._micro_batch, 0) + storage.nbytes()
+        return tensor
 
     def release(self, micro_batch: int) -> None:
         """A micro-batch's backward is over."""
