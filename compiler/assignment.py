@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.compiler.kinds import Kinds
-from meshwright.compiler.labels import BATCH, SEQUENCE, banned_factors, label_values
+from meshwright.compiler.labels import BATCH, HIDDEN, SEQUENCE, banned_factors, label_values
 from meshwright.compiler.rules.factors import Refusal, Strategy, strategies
 from meshwright.compiler.rules.table import factors_of
 from meshwright.plans.errors import InputError
@@ -90,10 +90,14 @@ def section_table(kinds: Kinds, kind: str) -> dict[int, list[tuple[int, ...]]]:
 
 
 def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: bool) -> Legal:
-    """Every legal strategy of every op class. The batch is never sharded here: that is dp's work."""
+    """Every legal strategy of every op class.
+
+    The batch is never sharded here: that is dp's work. Neither is the hidden size of what passes between layers, which every
+    norm would have to put together again.
+    """
     graph = kinds.graph
-    labels = label_values(graph)
-    banned = frozenset({BATCH} if sequence_parallel else {BATCH, SEQUENCE})
+    labels = label_values(kinds)
+    banned = frozenset({BATCH, HIDDEN} if sequence_parallel else {BATCH, HIDDEN, SEQUENCE})
     legal: dict[OpClass, tuple[Strategy, ...]] = {}
     refusals: dict[OpClass, tuple[Refusal, ...]] = {}
     without_rule = []
@@ -105,7 +109,7 @@ def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: boo
             factors = factors_of(call)
             if factors is None:
                 without_rule.append((name, position))
-            refused_factors = banned_factors(op, graph, labels, banned)
+            refused_factors = banned_factors(call, labels, banned)
             legal[name, position], refusals[name, position] = strategies(call, factors, ranks, table, refused_factors)
     return Legal(axis, ranks, legal, refusals, tuple(without_rule))
 

@@ -1,16 +1,17 @@
-"""Which dims are the batch and which the sequence: labels carried from the inputs through the rules' factors.
+"""Which dims are the batch, the sequence and the hidden size: labels carried through the rules' factors.
 
-Every model input has the batch as dim 0 and, with two dims or more, the sequence as dim 1. A result's dim has the labels of the
+What passes between layers has the hidden size as its last dim. Every model input has the batch as dim 0 and, with two dims or more, the sequence as dim 1. A result's dim has the labels of the
 operand dims that share its factor. A merged dim (batch x sequence) has the labels of its slowest part.
 """
 
 from __future__ import annotations
 
-from meshwright.compiler.graph import Graph, Op, Value
+from meshwright.compiler.graph import Value
+from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.rules.factors import Call, Factors
 from meshwright.compiler.rules.table import factors_of
 
-BATCH, SEQUENCE = "batch", "sequence"
+BATCH, SEQUENCE, HIDDEN = "batch", "sequence", "hidden"
 Labels = tuple[frozenset[str], ...]
 NONE: frozenset[str] = frozenset()
 
@@ -29,16 +30,24 @@ def factor_labels(factors: Factors, operands: tuple[Labels, ...]) -> dict[str, f
     return found
 
 
-def label_values(graph: Graph) -> dict[str, Labels]:
+def label_values(kinds: Kinds) -> dict[str, Labels]:
     """Labels of every value's dims."""
+    graph = kinds.graph
+    handed_on = {v.name for s in graph.segments if s.prefix for v in kinds.result_values(s)}
+    handed_on |= {name for s in graph.segments if s.prefix for name in kinds.externals(s) if name in graph.producers}
     labels: dict[str, Labels] = {v.name: label_inputs(v) for v in graph.inputs}
     for op in graph.ops:
-        call = Call(op, tuple(graph.values[n] for n in op.operands), op.results)
-        labels.update(label_results(call, labels, graph))
+        labels.update(label_results(kinds.call(op), labels))
+        labels.update((v.name, with_hidden(labels_of(labels, v))) for v in op.results if v.name in handed_on and v.requires_grad)
     return labels
 
 
-def label_results(call: Call, labels: dict[str, Labels], graph: Graph) -> dict[str, Labels]:
+def with_hidden(labels: Labels) -> Labels:
+    """Labels of a value that layers hand on."""
+    return (*labels[:-1], labels[-1] | {HIDDEN}) if len(labels) > 2 else labels
+
+
+def label_results(call: Call, labels: dict[str, Labels]) -> dict[str, Labels]:
     factors = factors_of(call)
     if factors is None:
         return {}
@@ -54,11 +63,11 @@ def labels_of(labels: dict[str, Labels], value: Value) -> Labels:
     return labels.get(value.name, (NONE,) * len(value.shape))
 
 
-def banned_factors(op: Op, graph: Graph, labels: dict[str, Labels], banned: frozenset[str]) -> frozenset[str]:
-    """Factors of an op that carry a banned label (in operands or results)."""
-    call = Call(op, tuple(graph.values[n] for n in op.operands), op.results)
+def banned_factors(call: Call, labels: dict[str, Labels], banned: frozenset[str]) -> frozenset[str]:
+    """Factors of an op that carry a banned label. A sum over the hidden size is not banned, a result sliced along it is."""
     factors = factors_of(call)
     if factors is None:
         return NONE
     found = factor_labels(factors, tuple(labels_of(labels, v) for v in call.operands))
-    return frozenset(name for name, label in found.items() if label & banned)
+    kept = {name for dims in factors.results for name in dims}
+    return frozenset(name for name, label in found.items() if label & banned and (label & banned != {HIDDEN} or name in kept))

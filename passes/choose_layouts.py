@@ -281,7 +281,7 @@ class Builder:
 def sequence_types(problem: LayoutProblem) -> dict[OpClass, Type]:
     """Under `sequence_parallel: on`, what layers hand on is sliced along the sequence. InputError when it does not divide."""
     graph, ranks = problem.kinds.graph, problem.legal.ranks
-    labels = label_values(graph)
+    labels = label_values(problem.kinds)
     found: dict[OpClass, Type] = {}
     for name, results in problem.kinds.results.items():
         representative = problem.kinds.by_name[name].representative
