@@ -5,14 +5,22 @@
 
 The loss is the mean over the global batch's non-ignored targets, as the model itself defines it: the batch goes through in
 chunks of rows, chunk c weighted n_c / n by its number of targets. Dropout is off (evaluation mode).
+
+Sums over a great many numbers are made in FP64, or the single process would be the less exact of the two: torch's FP32
+cross-entropy on CPUs adds up the exponentials of a vocabulary one after the other (SmolLM2-135M, 49,152 words: the loss is off
+by 2e-6 relative, some gradients of norm weights by 7e-4), and so does its norm of a large gradient (4e-5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from meshwright.data import IGNORED
 from meshwright.plans.document import PlanDocument
@@ -20,6 +28,19 @@ from meshwright.plans.signature import Signature
 
 CHUNK_ELEMENTS = 1 << 28
 CLASSES = 2
+CLIP_EPSILON = 1e-6
+"""torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+
+
+class ExactCrossEntropy(TorchFunctionMode):
+    """Makes torch's cross-entropy work in FP64 inside."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not cross_entropy or not args or args[0].dtype != torch.float32:
+            return func(*args, **(kwargs or {}))
+        return func(args[0].double(), *args[1:], **(kwargs or {})).float()
 
 
 @dataclass(frozen=True)
@@ -81,14 +102,18 @@ def compute_reference(
 ) -> Reference:
     """Runs the model forward and backward over the batch, then updates it once. Changes the model."""
     model.eval()
-    loss = accumulate(model, batch, document)
+    with ExactCrossEntropy():
+        loss = accumulate(model, batch, document)
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), update.clip)
+    norm = sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            parameter.grad *= min(1.0, update.clip / (norm + CLIP_EPSILON))
     optimizer = torch.optim.AdamW(parameters.values(), update.lr, update.betas, weight_decay=update.weight_decay)
     optimizer.step()
     weights = {name: p.detach() for name, p in parameters.items()}
-    return Reference(loss, float(norm), gradients, weights)
+    return Reference(loss, norm, gradients, weights)
 
 
 def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument) -> float:

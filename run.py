@@ -2,6 +2,7 @@
 
 What a rank says when it fails, and how it ends:
 
+    a difference     exit 1. verify found one; rank 0 prints it.
     bad input        exit 2. All ranks meet it alike, so rank 0 says it: one line, `error: ...`. Another rank says it
                      (`error: rank 3: ...`) only when it is still running GRACE_S later: then it was alone.
     a lost peer      exit 1. Another rank died first and torchrun is about to end this one; it says so only if that does
@@ -93,6 +94,10 @@ def end_with(problem: BaseException) -> NoReturn:
     if isinstance(problem, (InputError, TyperException)):
         fail_together(problem, details if DEBUG in sys.argv else "")
         leave(2)
+    if isinstance(problem, verify.DiffersError):
+        print(problem)
+        put_into_report(str(problem))
+        leave(1)
     if is_lost_peer(problem):
         time.sleep(GRACE_S)
     say(f"error: rank {rank()}: {one_line(problem)}", details)
@@ -123,6 +128,11 @@ def say(message: str, details: str) -> None:
     """The message as the last line on stderr, and as the root cause in torchrun's report."""
     sys.stdout.flush()
     print(f"{details}{message}", file=sys.stderr, flush=True)
+    put_into_report(message)
+
+
+def put_into_report(message: str) -> None:
+    """Gives torchrun the root cause of this rank's end."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
         Path(report).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
