@@ -31,6 +31,7 @@ from meshwright.runtime.weights import Source, find_weights
 
 BESIDE_PLAN = "weights.safetensors"
 """In PLAN_DIR/model, the weights of a model that was compiled as an object and has no other home."""
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 POLL_S = 5.0
 """How long one collective waits for the copy."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -88,7 +89,11 @@ def _direct(plan_dir: Path, plan: PlanDocument, signature: Signature) -> Source 
     source = Path(plan.model.source)
     if not source.exists():
         raise InputError(f"{source}: no such {plan.model.kind}, which model.source of the plan names")
-    return find_weights(source, signature) if plan.model.kind == "directory" else None
+    if plan.model.kind != "directory":
+        return None
+    if not any(found for pattern in WEIGHT_FILES for found in source.glob(pattern)):
+        raise InputError(f"{source}: holds no weights, which it did when the plan was compiled; expected {' or '.join(WEIGHT_FILES)}")
+    return find_weights(source, signature)
 
 
 def _copied(directory: Path, signature: Signature) -> Source:

@@ -75,7 +75,7 @@ def test_config_file_and_directory(config_file: Path) -> None:
     captured = capture(str(config_file), seq=8, micro_batch=1)
     assert (captured.source.kind, captured.source.task, captured.source.has_weights) == ("config", "causal-lm", False)
     directory = capture(str(config_file.parent), seq=8, micro_batch=1)
-    assert directory.source.kind == "directory" and str(directory.graph) == str(captured.graph)
+    assert directory.source == captured.source and str(directory.graph) == str(captured.graph)  # no weights: its config
     assert json.loads(captured.config_json or "")["architectures"] == ["LlamaForCausalLM"]
 
 

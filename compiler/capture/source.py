@@ -1,7 +1,7 @@
 """Where a model comes from: the text a user gives as MODEL, resolved to a `ModelSource`, and its configuration.
 
 Kinds
-    directory  a directory with config.json, with or without weights
+    directory  a directory with config.json and weights; without weights it is its config.json
     config     a config.json alone
     gguf       a .gguf file
     factory    `package.module:factory`, a callable that returns an nn.Module or (module, example_kwargs)
@@ -127,7 +127,8 @@ def _classify(text: str) -> tuple[str, str, bool]:
             hint = f"give {ggufs[0]}" if ggufs else "give a directory that transformers' save_pretrained wrote"
             raise InputError(f"{text}: no config.json in this directory; {hint}")
         weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-        return "directory", str(path.resolve()), weights
+        source = path.resolve()
+        return ("directory", str(source), True) if weights else ("config", str(source / "config.json"), False)
     if path.is_file():
         if path.suffix == ".gguf":
             return "gguf", str(path.resolve()), True
