@@ -12,13 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from typer.main import get_command
 
 from meshwright import run
+from meshwright.driver import compile_plan
+from meshwright.materialize import materialize
 from meshwright.plans.mesh import Mesh
+from meshwright.plans.reading import read_declaration
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks
 from meshwright.train import LearningRate
+from meshwright.verify import DiffersError
 
 LIMIT_S = 60
 
@@ -69,6 +76,33 @@ def test_training_is_the_same_on_every_mesh_and_after_a_resume(tmp_path: Path, d
 def test_bench(tmp_path: Path) -> None:
     plan = str(toy.write_plan(tmp_path / "plan", Mesh(pp=2)))
     assert run_ranks(2, call, plan, "bench", "--steps", "2") == [0, 0]
+
+
+def verify_twice(plan: str) -> tuple[int, str]:
+    """Exit status with the usual tolerance, and the verdict with none."""
+    status = call(plan, "verify")
+    try:
+        call(plan, "verify", "--gradient-tolerance", "0")
+    except DiffersError as found:
+        return status, str(found)
+    return status, ""
+
+
+def test_verify_and_materialize(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 51}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    declaration = read_declaration({"mesh": {"pp": 2}, "seq": 16, "global_batch": 4}, {}, "test")
+    compile_plan(str(tmp_path / "model"), declaration=declaration).save(tmp_path / "plan")
+    found = run_ranks(2, verify_twice, str(tmp_path / "plan"), env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert found == [(0, "DIFFERS beyond tolerance: gradients")] * 2
+
+    materialize(tmp_path / "plan", tmp_path / "weights")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    assert set(weights) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter), name
 
 
 def test_learning_rate() -> None:
