@@ -23,10 +23,11 @@ from meshwright.compiler.capture import Captured, capture
 from meshwright.compiler.decisions import AXIS, layouts_of, read_layouts, read_parameters, write_layouts
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.hardware import Hardware, load_hardware
+from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
-from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts
+from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
 from meshwright.passes.choose_stages import StageChoice, choose_stages
-from meshwright.passes.segment_costs import Pricing, segment_costs
+from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I
@@ -123,9 +124,11 @@ def compile_plan(
     kinds = Kinds(captured.graph)
     tell("choosing layouts")
     assignment, notes = choose(kinds, setting)
+    notes = (*notes, *row_notes(kinds, setting))
     tell("cutting pipeline stages")
-    stages = pipeline(assignment, setting)
-    document = write_document(captured, assignment, stages, setting, notes)
+    pricing = Pricing(assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
+    stages = pipeline(pricing, setting)
+    document = write_document(captured, assignment, stages, setting, notes, collective_seconds(pricing))
     tell("emitting programs")
     programs = emit(kinds, document)
     weights: Mapping[str, torch.Tensor] = {}
@@ -133,6 +136,15 @@ def compile_plan(
         named = dict(model.named_parameters(remove_duplicate=False))
         weights = {path: named[path] for path in document.parameter_layouts}
     return CompiledPlan(document, programs, model_files(captured), weights)
+
+
+def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
+    """What is not known of the rows of a batch, when a step has several micro-batches."""
+    if setting.global_batch == setting.micro_batch:
+        return ()
+    places = {module_pattern(kinds, c, kinds.op(*c).module): target for c, target in unproved_ops(kinds).items()}
+    why = "may mix rows of a batch, so that micro-batches are not proved exact; run verify"
+    return tuple(f"{where}: {target} {why}" for where, target in places.items())
 
 
 def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]:
@@ -169,10 +181,9 @@ def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins) -> Assignment:
     return assign(kinds, legal, results, {p.path: I for p in kinds.graph.parameters})
 
 
-def pipeline(assignment: Assignment, setting: Setting) -> StageChoice:
+def pipeline(pricing: Pricing, setting: Setting) -> StageChoice:
     """Stages by modelled time and memory, pinned cuts kept."""
     declared = setting.declaration
-    pricing = Pricing(assignment, setting.mesh, setting.hardware, declared.recompute or "none")
     return choose_stages(
         segment_costs(pricing),
         setting.mesh,
@@ -185,7 +196,12 @@ def pipeline(assignment: Assignment, setting: Setting) -> StageChoice:
 
 
 def write_document(
-    captured: Captured, assignment: Assignment, stages: StageChoice, setting: Setting, notes: tuple[str, ...]
+    captured: Captured,
+    assignment: Assignment,
+    stages: StageChoice,
+    setting: Setting,
+    notes: tuple[str, ...],
+    collectives: Mapping[str, float],
 ) -> PlanDocument:
     """All decisions and predictions as the plan."""
     declared, kinds = setting.declaration, assignment.kinds
@@ -224,7 +240,7 @@ def write_document(
             for name, kind in kinds.by_name.items()
         },
         "notes": [*captured.graph.notes, *notes],
-        "predicted": predicted(stages, setting),
+        "predicted": {**predicted(stages, setting), "collectives": collectives},
     })
     validate(document, signature)
     return document

@@ -1,10 +1,13 @@
 """Which dims are the batch, the sequence and the hidden size: labels carried through the rules' factors.
 
-What passes between layers has the hidden size as its last dim. Every model input has the batch as dim 0 and, with two dims or more, the sequence as dim 1. A result's dim has the labels of the
-operand dims that share its factor. A merged dim (batch x sequence) has the labels of its slowest part.
+Every model input has the batch as dim 0 and, with two dims or more, the sequence as dim 1. What passes between layers has the
+hidden size as its last dim. A result's dim has the labels of the operand dims that share its factor. A merged dim
+(batch x sequence) has the labels of its slowest part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from meshwright.compiler.graph import Value
 from meshwright.compiler.kinds import Kinds
@@ -59,7 +62,7 @@ def label_results(call: Call, labels: dict[str, Labels]) -> dict[str, Labels]:
     }
 
 
-def labels_of(labels: dict[str, Labels], value: Value) -> Labels:
+def labels_of(labels: Mapping[str, Labels], value: Value) -> Labels:
     return labels.get(value.name, (NONE,) * len(value.shape))
 
 

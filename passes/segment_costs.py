@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import conversion_s
 from meshwright.compiler.flops import op_time_s
 from meshwright.compiler.graph import Segment
@@ -22,7 +22,7 @@ from meshwright.compiler.hardware import Hardware
 from meshwright.compiler.rules import shapes
 from meshwright.compiler.rules.table import rule_for
 from meshwright.passes.choose_stages import SegmentCost
-from meshwright.plans.layout import I, Type
+from meshwright.plans.layout import I, Type, conversion
 from meshwright.plans.mesh import Mesh
 
 ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
@@ -78,23 +78,47 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
     graph = assignment.kinds.graph
     link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
     forward = backward = 0.0
-    converted: set[tuple[str, Type]] = set()
     for position, i in enumerate(segment.ops):
         op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
         split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
         cost = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
         forward, backward = forward + cost[0], backward + cost[1]
-        for name, need in zip(op.operands, strategy.operands, strict=True):
-            if assignment.type_of(name) == need or (name, need) in converted:
-                continue
-            converted.add((name, need))
-            value = graph.values[name]
-            size = pricing.local_bytes(name, I)
-            pair = conversion_s(assignment.type_of(name), need, size, assignment.ranks, link, value.requires_grad)
-            forward, backward = forward + pair[0], backward + pair[1]
+    for name, source, target in kind_conversions(assignment, segment):
+        size, requires_grad = pricing.local_bytes(name, I), graph.values[name].requires_grad
+        pair = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
+        forward, backward = forward + pair[0], backward + pair[1]
     if pricing.recompute == "full" and segment.prefix:
         backward += forward
     return forward, backward
+
+
+def kind_conversions(assignment: Assignment, segment: Segment) -> tuple[tuple[str, Type, Type], ...]:
+    """(value, source type, target type) of every conversion in a kind's function, each once."""
+    entered = assignment.entry_types(segment.kind)
+    found: dict[tuple[str, Type, Type], None] = {}
+    for position, i in enumerate(segment.ops):
+        strategy = assignment.strategies[segment.kind, position]
+        for name, need in zip(assignment.kinds.graph.ops[i].operands, strategy.operands, strict=True):
+            source = entered.get(name, assignment.type_of(name))
+            if source != need:
+                found[name, source, need] = None
+    return tuple(found)
+
+
+def collective_seconds(pricing: Pricing) -> dict[str, float]:
+    """Seconds of one micro-batch through the whole model that each collective takes, forward and backward."""
+    assignment = pricing.assignment
+    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
+    found: dict[str, float] = {}
+    for kind in assignment.kinds.by_name.values():
+        for name, source, target in kind_conversions(assignment, kind.representative):
+            size, requires_grad = pricing.local_bytes(name, I), assignment.kinds.graph.values[name].requires_grad
+            names = conversion(source, target)
+            times = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
+            for collective, time_s in zip((names.forward, names.backward), times, strict=True):
+                if collective in TRAFFIC and time_s:
+                    found[collective] = found.get(collective, 0.0) + time_s * len(kind.members)
+    return found
 
 
 def kind_activations(pricing: Pricing, segment: Segment) -> int:

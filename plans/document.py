@@ -39,7 +39,7 @@ Recompute = Literal["none", "selective", "full", "auto"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-2bw", "synthesised", "auto"
 ]
-ModelKind = Literal["directory", "config", "gguf", "factory", "hub"]
+ModelKind = Literal["directory", "config", "gguf", "factory", "hub", "module"]
 
 
 def _to_mesh(value: object) -> Mesh:
