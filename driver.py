@@ -134,7 +134,8 @@ def compile_plan(
     weights: Mapping[str, torch.Tensor] = {}
     if isinstance(model, torch.nn.Module):
         named = dict(model.named_parameters(remove_duplicate=False))
-        weights = {path: named[path] for path in document.parameter_layouts}
+        signature = Signature.model_validate(captured.signature)
+        weights = {path: named[path] for path in (*signature.parameters, *signature.unused)}
     return CompiledPlan(document, programs, model_files(captured), weights)
 
 
