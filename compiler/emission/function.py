@@ -59,6 +59,11 @@ def suffix(type_: Type) -> str:
     return identifier(str(type_).lower()).strip("_").replace("__", "_")
 
 
+def sequence(items: list[str]) -> str:
+    """Text of a tuple."""
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
 class FunctionWriter:
     """Writes the function of one kind."""
 
@@ -83,12 +88,14 @@ class FunctionWriter:
         module = ""
         for position, i in enumerate(self.segment.ops):
             op = self.graph.ops[i]
+            if op.results[0].name in self.texts:
+                continue
             if op.module != module and op.module:
                 module = op.module
                 self.lines.append(f"# {relative(module, self.segment.prefix) if module != self.segment.prefix else 'layer'}")
             if position in self.columns:
                 self.write_columns(self.columns[position])
-            elif op.results[0].name not in self.texts:
+            else:
                 self.write(op, self.assignment.strategies[self.kind.name, position])
         results = [self.texts[v.name] for v in self.kinds.result_values(self.segment)]
         returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
@@ -167,8 +174,8 @@ class FunctionWriter:
         self.lines += [
             f"{', '.join(names)}{',' if len(names) == 1 else ''} = ops.column_linear(  # {pair.forward}; backward {pair.backward}",
             f"    {self.operand(x)}, {self.assignment.axis},",
-            f"    ({', '.join(weights)},),",
-            f"    ({', '.join(biases)},),",
+            f"    {sequence(weights)},",
+            f"    {sequence(biases)},",
             f'    "{source} -> R",',
             ")",
         ]
