@@ -20,21 +20,37 @@ from typing import Annotated
 import torch
 import typer
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 
 from meshwright.compiler.capture import build_model, find_source
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_plan, load_signature
 from meshwright.plans.signature import Signature
+from meshwright.runtime.weight_copy import BESIDE_PLAN
 
 SHARD = "4GB"
 
 
-def build_plan_model(document: PlanDocument) -> torch.nn.Module:
+def build_plan_model(document: PlanDocument, plan_dir: Path) -> torch.nn.Module:
     """The single-process model that a plan was made from, with the plan's start weights, in fp32 on the CPU."""
     with progress_on_terminals_only():
+        if document.model.kind == "module":
+            return rebuild_module(document, plan_dir / "model")
         source = find_source(document.model.source, document.task, document.attention)
         return build_model(source, seed=document.seed)
+
+
+def rebuild_module(document: PlanDocument, files: Path) -> torch.nn.Module:
+    """A model that was compiled as an object: from its configuration, and the weights that lie beside the plan."""
+    if not (files / "config.json").is_file():
+        raise InputError(
+            f"{files.parent}: compiled from a {document.model.source} object without a transformers configuration, so it cannot be "
+            "built again in one process; compile it as package.module:factory instead"
+        )
+    model = build_model(find_source(str(files / "config.json"), document.task, document.attention), seed=document.seed)
+    model.load_state_dict(load_file(files / BESIDE_PLAN), strict=False)
+    return model
 
 
 @contextmanager
@@ -63,7 +79,7 @@ def materialize(plan_dir: Path, out_dir: Path) -> None:
     if out_dir.exists():
         return
     document, signature = load_plan(plan_dir), load_signature(plan_dir)
-    weights = start_weights(build_plan_model(document), signature)
+    weights = start_weights(build_plan_model(document, plan_dir), signature)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:

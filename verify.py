@@ -87,7 +87,7 @@ def command(
     patient = dist.new_group(backend="gloo", timeout=WAIT)
     beyond = [""]
     if dist.get_rank() == 0:
-        reference = compute_reference(build_plan_model(document), batch, document, update)
+        reference = compute_reference(build_plan_model(document, plan_dir), batch, document, update)
         findings = [
             Finding("loss", f"{reference.loss:.7f}", f"{found.loss:.7f}", abs(found.loss - reference.loss), loss_tolerance),
             compare_gradients(reference, found, gradient_tolerance),
