@@ -241,7 +241,7 @@ def write_document(
             for name, kind in kinds.by_name.items()
         },
         "notes": [*captured.graph.notes, *notes],
-        "predicted": {**predicted(stages, setting), "collectives": collectives},
+        "predicted": {**predicted(stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
     })
     validate(document, signature)
     return document
