@@ -37,6 +37,8 @@ from meshwright.plans.patterns import compress
 
 MATTERS = 0.01
 SAME = "same "
+TABLE_ROWS = 128
+"""Tables with fewer rows (token types) are not worth a note."""
 TIE_S = 1e-9
 PRICE_S_PER_BYTE = 1e-7
 ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
@@ -312,9 +314,10 @@ def fallback_notes(problem: LayoutProblem, builder: Builder, answer: tuple[int, 
             where = module_pattern(problem.kinds, op_class, op.module)
             notes[f"{where}: {sizes[0]} heads do not divide by {axis}={ranks}; the attention core runs on every {axis} rank"] = None
         vocabulary = [r for r in refused if r.factor == "v"]
-        if vocabulary:
+        if vocabulary and vocabulary[0].size >= TABLE_ROWS:
             where = module_pattern(problem.kinds, op_class, op.module)
-            notes[f"{where}: a vocabulary of {vocabulary[0].size} does not divide by {axis}={ranks}; it is not sharded there"] = None
+            instead = "its columns are sharded" if taken.needs[0].kind == "S" else f"it is whole on every {axis} rank"
+            notes[f"{where}: a vocabulary of {vocabulary[0].size} does not divide by {axis}={ranks}; {instead}"] = None
     for op_class in problem.legal.without_rule:
         op = problem.kinds.op(*op_class)
         notes[f"{module_pattern(problem.kinds, op_class, op.module)}: {op.target} has no rule; it runs on every {axis} rank"] = None
