@@ -27,6 +27,7 @@ from meshwright.plans.save import load_checked
 from meshwright.plans.units import format_bytes
 from meshwright.reference import random_batch
 from meshwright.runtime.engine import Engine
+from meshwright.train import PATIENCE_S
 
 T = TypeVar("T")
 WARM_UP = 2
@@ -52,7 +53,7 @@ def command(
     """Measures seconds per step, tokens per second, CPU seconds and memory."""
     plan_dir: Path = ctx.obj
     document, signature = load_checked(plan_dir)
-    engine = Engine(plan_dir, optimizer={"name": "adamw", "lr": 1e-5, "clip": 1.0})
+    engine = Engine(plan_dir, optimizer={"name": "adamw", "lr": 1e-5, "clip": 1.0}, timeout_s=PATIENCE_S)
     measured = measure(engine, document, random_batch(signature, document), steps)
     if dist.get_rank() == 0:
         print(json.dumps(asdict(measured))) if as_json else show(measured, document, steps)

@@ -34,6 +34,8 @@ from meshwright.plans.signature import Signature
 from meshwright.runtime.engine import Engine
 from meshwright.tokens import TokenSource, open_tokens, prepare
 
+PATIENCE_S = 600.0
+"""How long a rank waits for a slow one; a dead one is noticed at once, by its closed connections and by torchrun."""
 LONGEST_PREPARATION = timedelta(hours=24)
 Shape = Literal["cosine", "constant"]
 
@@ -109,7 +111,7 @@ def command(
     settings: dict[str, object] = {"name": optimizer, "lr": rates.at(0), "weight_decay": weight_decay, "clip": clip or None}
     if optimizer == "adamw":
         settings["betas"] = betas
-    engine = Engine(plan_dir, optimizer=settings)
+    engine = Engine(plan_dir, optimizer=settings, timeout_s=PATIENCE_S)
     batches = load_batches(source, document, signature, document.seed if seed is None else seed, mask_token)
     if resume is not None:
         engine.load(resume)

@@ -33,6 +33,7 @@ from meshwright.materialize import build_plan_model
 from meshwright.plans.save import load_checked
 from meshwright.reference import Reference, Update, compute_reference, random_batch
 from meshwright.runtime.engine import Engine
+from meshwright.train import PATIENCE_S
 
 FLOOR = 0.03
 NOISE = 1e-3
@@ -104,7 +105,7 @@ def command(
 
 def run_parallel(plan_dir: Path, batch: Mapping[str, torch.Tensor], update: Update) -> Parallel:
     """Forward, backward and one update on all ranks; the engine's memory is free again afterwards."""
-    engine = Engine(plan_dir, optimizer=update.settings(), dropout=False)
+    engine = Engine(plan_dir, optimizer=update.settings(), timeout_s=PATIENCE_S, dropout=False)
     metrics = engine.forward_backward(batch)
     gradients = {name: grad.clone() for name, grad in engine.gradients().items()}
     engine.train_step(batch)

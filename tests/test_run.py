@@ -141,6 +141,22 @@ def leave(status: int) -> None:
     raise SystemExit(status)
 
 
+@pytest.mark.parametrize("message", ["the weights are odd\nsecond line", "[gloo/pair.cc:1] Connection closed by peer"])
+def test_a_failure_is_told_last_and_reported(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(run, "GRACE_S", 0.01)
+    with pytest.raises(SystemExit, match="1"):
+        run.end_with(RuntimeError(message))
+    told = f"error: rank 3: RuntimeError: {message.splitlines()[0]}"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    assert json.loads(report.read_text())["message"]["message"] == told
+
+
 def test_bad_input_in_a_process(tmp_path: Path) -> None:
     np.save(tmp_path / "wrong.npy", np.full(99, toy.VOCABULARY) * (np.arange(99) > 0))
     plan = str(toy.write_plan(tmp_path / "plan", Mesh()))
