@@ -18,12 +18,13 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from meshwright.benchmarks.common import ROWS, SEQ, Result, make_model
 from meshwright.plan import compile
 
 TIMEOUT_S = 300
-PLANS: dict[str, dict[str, object]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "off"},
     "tp-sequence": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "on"},
     "pp": {"mesh": "pp=2", "micro_batch": 2},

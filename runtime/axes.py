@@ -11,6 +11,7 @@ takes a slice of each. An axis of one rank does nothing.
 
     TrivialAxis   one rank
     ProcessAxis   a torch.distributed process group (gloo, NCCL)
+    PairAxis      the same for two ranks of gloo, where a sum is one message each way
     DryAxis       shapes only, any number of ranks: results are uninitialised, calls and bytes are counted in a Tally
 
 A subclass of Axis implements four primitives on contiguous tensors, with the ranks along a leading dim: no copy is
@@ -220,6 +221,27 @@ class ProcessAxis(Axis):
         return _started(dist.all_to_all_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
 
 
+class PairAxis(ProcessAxis):
+    """Two ranks of gloo. Each sends its part and adds what it gets: two thirds of the CPU time of gloo's own sums, which
+    send twice, copy in between, and make a reduce-scatter of an all-reduce. Both ranks get the same bits: a + b = b + a."""
+
+    def _start_swap(self, out: Tensor, x: Tensor) -> Pending:
+        """The other rank's x, in `out`."""
+        peer = self.ranks[1 - self.index]
+        receive, send = dist.irecv(out, peer, self.group), dist.isend(x, peer, self.group)
+        sent = _started(send, out)
+        return _started(receive, out).then(lambda _: sent.wait())
+
+    def _start_reduce(self, x: Tensor, reduction: str) -> Pending:
+        if reduction != "sum":
+            return super()._start_reduce(x, reduction)
+        return self._start_swap(torch.empty_like(x), x).then(x.add_)
+
+    def _start_scatter(self, stacked: Tensor) -> Pending:
+        out = torch.empty_like(stacked[0])
+        return self._start_swap(out, stacked[1 - self.index]).then(lambda other: other.add_(stacked[self.index]))
+
+
 def _flat(x: Tensor) -> Tensor:
     """One dim, and bytes instead of bool (which gloo does not know): all that moving data needs."""
     flat = x.view(-1)
@@ -301,7 +323,8 @@ def build_axes(mesh: Mesh, rank: int, timeout: timedelta | None = None) -> dict[
             if ranks not in groups:
                 groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         own = mesh.group(rank, name)
-        axes[name] = ProcessAxis(name, groups[own], own, mesh.coordinates(rank)[name])
+        pair = len(own) == 2 and dist.get_backend(groups[own]) == "gloo"
+        axes[name] = (PairAxis if pair else ProcessAxis)(name, groups[own], own, mesh.coordinates(rank)[name])
     return axes
 
 

@@ -14,6 +14,7 @@ model once: each rank adds the squares of what it is an owner of (runtime.placem
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,11 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.axes import Axis, ProcessAxis
+from meshwright.runtime.axes import Axis, Pending
 from meshwright.runtime.placement import LAYOUT_AXES, REPLICAS, Parameter, Placement
 
 ALIGNMENT = 16
 """Elements that a view's offset is a multiple of: 64 bytes."""
+BLOCK = 1 << 22
+"""Elements that one sum over ranks takes."""
 ROW = 4096
 """Elements whose squares are summed in FP32, before FP64."""
 
@@ -89,13 +92,22 @@ class FlatParameters:
     def reduce(self, axes: Mapping[str, Axis], tied: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Completes the gradients, in place. `tied`: group of this rank and its peers on other stages, by stages."""
         for name in LAYOUT_AXES:
-            if isinstance(axis := axes[name], ProcessAxis):
-                self._sum(axis.group, lambda p, name=name: p.layout.on(name).kind == "R")  # type: ignore[misc]
+            self._sum_over(axes[name], lambda p, name=name: p.layout.on(name).kind == "R")  # type: ignore[misc]
         for stages, group in sorted(tied.items(), key=lambda item: item[0]):
             self._sum(group, lambda p, stages=stages: p.stages == stages)  # type: ignore[misc]
         for name in REPLICAS:
-            if isinstance(axis := axes[name], ProcessAxis):
-                self._sum(axis.group, lambda p: True)
+            self._sum_over(axes[name], lambda p: True)
+
+    def _sum_over(self, axis: Axis, belongs: Callable[[Parameter], bool]) -> None:
+        """In blocks, two at a time: a sum may need a buffer of its size."""
+        pending: deque[Pending] = deque()
+        for start, stop in self.runs(belongs) if axis.size > 1 else ():
+            for part in self.gradients[start:stop].split(BLOCK):
+                if len(pending) == 2:
+                    pending.popleft().wait()
+                pending.append(axis.start_all_reduce(part, in_place=True))
+        for last in pending:
+            last.wait()
 
     def _sum(self, group: dist.ProcessGroup, belongs: Callable[[Parameter], bool]) -> None:
         parts = [self.gradients[start:stop] for start, stop in self.runs(belongs)]

@@ -79,7 +79,7 @@ tp, pp, num_micro_batches = {"tp": (RANKS, 1, 1), "pp": (1, RANKS, 4)}[sys.argv[
 parallel_state.initialize_model_parallel(tp, pp)
 tensor_parallel.model_parallel_cuda_manual_seed(123)
 reference = load_model(directory)
-llama = reference.config
+llama: Any = reference.config
 tp_rank = parallel_state.get_tensor_model_parallel_rank()
 
 
