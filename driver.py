@@ -20,6 +20,7 @@ from safetensors.torch import save
 
 from meshwright.compiler.assignment import Assignment, Legal, assign, legal_strategies
 from meshwright.compiler.capture import Captured, capture
+from meshwright.compiler.capture.source import CUSTOM
 from meshwright.compiler.decisions import AXIS, layouts_of, read_layouts, read_parameters, write_layouts
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.hardware import Hardware, load_hardware
@@ -174,7 +175,8 @@ def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]
 
 def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins) -> Assignment:
     """On an axis of one rank everything is whole; layouts pinned for a larger one cannot be kept."""
-    from_pins = {**{f"{k}[{p}]": t for (k, p), t in pins.results.items()}, **pins.parameters}
+    keys = {f"kinds.{k}.layouts.{'.'.join(kinds.keys[k][p])}": t for (k, p), t in pins.results.items()}
+    from_pins = {**keys, **{f"parameters.{path}": t for path, t in pins.parameters.items()}}
     for where, type_ in from_pins.items():
         if type_.kind != "I":
             raise InputError(f"plan.yaml: {where}: {type_}@{AXIS} is pinned but the mesh has {AXIS}=1; leave layouts out or use I")
@@ -215,7 +217,7 @@ def write_document(
             "kind": captured.source.kind,
             "parameters": sum(prod(p.shape) for p in (*signature.parameters.values(), *signature.unused.values())),
         },
-        "task": captured.source.task or "custom",
+        "task": captured.source.task or CUSTOM,
         "attention": captured.source.attention,
         "seed": declared.seed or 0,
         "mesh": dict(setting.mesh.sizes()),

@@ -2,8 +2,9 @@
 
 Every round runs all jobs one after the other, so that what else the machine does meets them alike. A job's figure is the
 CPU seconds of a step, summed over ranks, relative to the single process of the same round; the table has the median over
-rounds, and the largest difference of a loss from the single process's. megatron-core takes part where it can be imported
-(`pip install --no-deps megatron-core einops`). `--only tp=2` runs one group.
+rounds, and the largest difference of a loss from the single process's. Two copies of the single process that run at once
+show what sharing the machine alone costs. megatron-core takes part where it can be imported (`pip install --no-deps
+megatron-core einops`). `--only tp=2` runs one group.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Job:
 
 SINGLE = Job("single", "transformers, one process", "peers.single", ranks=1)
 JOBS = (
+    Job("none", "transformers, two copies at once (each)", "peers.single"),
     Job("tp=2", "Meshwright", "meshwright_run", ("tp",), goal=1.25),
     Job("tp=2", "Meshwright, sequence parallel", "meshwright_run", ("tp-sequence",)),
     Job("tp=2", "DTensor", "peers.dtensor_tp"),
@@ -111,7 +113,7 @@ def main() -> None:
     """Prepares, runs the rounds, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("tp=2", "pp=2", "dp=2"), help="one group of runs")
+    parser.add_argument("--only", choices=("none", "tp=2", "pp=2", "dp=2"), help="one group of runs")
     options = parser.parse_args()
     jobs = choose(options.only)
     rounds: list[dict[Job, Result]] = []

@@ -15,7 +15,7 @@ Shapes are those of one micro-batch on one data-parallel rank before any other s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -147,7 +147,6 @@ class Graph:
     loss: str
     segments: tuple[Segment, ...] = ()
     notes: tuple[str, ...] = ()
-    batch_dims: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def values(self) -> dict[str, Value]:

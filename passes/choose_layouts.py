@@ -24,7 +24,7 @@ from math import prod
 
 from meshwright.compiler.assignment import Legal, OpClass, illegal
 from meshwright.compiler.costs import conversion_s
-from meshwright.compiler.flops import op_time_s
+from meshwright.compiler.flops import op_time_s, value_bytes
 from meshwright.compiler.graph import Parameter, Value
 from meshwright.compiler.hardware import Hardware, Link
 from meshwright.compiler.kinds import Kinds, relative
@@ -41,7 +41,6 @@ TABLE_ROWS = 128
 """Tables with fewer rows (token types) are not worth a note."""
 TIE_S = 1e-9
 PRICE_S_PER_BYTE = 1e-7
-ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,6 @@ class LayoutProblem:
     micro_batches: int
     sequence_parallel: str
     pins: LayoutPins
-
-
-def value_bytes(value: Value) -> int:
-    return prod(value.shape) * ITEM_BYTES.get(value.dtype, 4)
 
 
 def parameter_class(kinds: Kinds, parameter: Parameter) -> str:

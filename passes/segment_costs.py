@@ -2,8 +2,8 @@
 
     seconds      per micro-batch: each op on its share, conversions of its operands, forward and backward
     parameters   bytes of the local shards that the segment reads
-    activations  bytes that autograd keeps for one micro-batch, estimated: the results of every op that is not a view and through which
-                 a gradient flows; with recomputation, the segment's inputs alone
+    activations  bytes that autograd keeps for one micro-batch, estimated from what the derivative of each op needs; with recomputation, the
+                 segment's inputs alone
     boundary     bytes that cross to the next segment when a stage is cut behind it: every value made so far that is still needed
 
 Costs are computed once per kind and repeated for its members.
@@ -12,21 +12,24 @@ Costs are computed once per kind and repeated for its members.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import conversion_s
-from meshwright.compiler.flops import op_time_s
-from meshwright.compiler.graph import Segment
+from meshwright.compiler.flops import op_time_s, short_name, value_bytes
+from meshwright.compiler.graph import Op, Segment
 from meshwright.compiler.hardware import Hardware
 from meshwright.compiler.rules import shapes
 from meshwright.compiler.rules.table import rule_for
 from meshwright.passes.choose_stages import SegmentCost
-from meshwright.plans.layout import I, Type, conversion
+from meshwright.plans.layout import I, R, Type, conversion
 from meshwright.plans.mesh import Mesh
 
-ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4, "bool": 1, "float16": 2, "bfloat16": 2, "float64": 8, "uint8": 1}
 VIEWS = (shapes.view, shapes.permute, shapes.expand, shapes.slice_dim, shapes.select, shapes.split)
+
+
+SAVES_NOTHING = frozenset("add sub neg rsub cat stack mean sum to contiguous clone dropout embedding view reshape transpose permute expand "
+                          "slice select split chunk unsqueeze squeeze token_mean split_with_sizes flatten pad".split())
+SAVES_RESULTS = frozenset("tanh sigmoid exp rsqrt sqrt softmax log_softmax relu reciprocal cross_entropy_sum".split())
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Pricing:
         value = self.assignment.kinds.graph.values[name]
         type_ = self.assignment.type_of(name) if type_ is None else type_
         share = self.assignment.ranks if type_.kind == "S" else 1
-        return prod(value.shape) * ITEM_BYTES.get(value.dtype, 4) // share
+        return value_bytes(value) // share
 
 
 def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
@@ -122,17 +125,45 @@ def collective_seconds(pricing: Pricing) -> dict[str, float]:
 
 
 def kind_activations(pricing: Pricing, segment: Segment) -> int:
-    """Bytes kept for the backward pass of one micro-batch."""
-    graph = pricing.assignment.kinds.graph
+    """Bytes kept for the backward pass of one micro-batch: every saved tensor once, views of one tensor together."""
+    assignment = pricing.assignment
+    graph = assignment.kinds.graph
     if pricing.recompute == "full" and segment.prefix:
-        return sum(pricing.local_bytes(n) for n in pricing.assignment.kinds.externals(segment) if graph.values[n].requires_grad)
-    return sum(
-        pricing.local_bytes(r.name)
-        for i in segment.ops
-        if rule_for(graph.ops[i].target) not in VIEWS
-        for r in graph.ops[i].results
-        if r.requires_grad
-    )
+        return sum(pricing.local_bytes(n) for n in assignment.kinds.externals(segment) if graph.values[n].requires_grad)
+    entered = assignment.entry_types(segment.kind)
+    bases: dict[str, str] = {}
+    saved: dict[tuple[str, str], int] = {}
+    for position, i in enumerate(segment.ops):
+        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
+        if rule_for(op.target) in VIEWS:
+            bases.update((r.name, bases.get(op.operands[0], op.operands[0])) for r in op.results)
+        if not any(r.requires_grad for r in op.results):
+            continue
+        own = entered.get
+        kept = [(n, kept_type(own(n, assignment.type_of(n)), t, op)) for n, t in zip(op.operands, strategy.operands, strict=True)]
+        results = list(zip((r.name for r in op.results), strategy.results, strict=True))
+        for name, type_ in what_is_saved(op, kept, results):
+            if name not in graph.parameter_of and graph.values[name].dtype.startswith(("float", "bfloat")):
+                saved[bases.get(name, name), type_.kind] = pricing.local_bytes(name, type_)
+    return sum(saved.values())
+
+
+def kept_type(source: Type, need: Type, op: Op) -> Type:
+    """A column-parallel linear keeps its gathered operand as the slice that it was."""
+    return source if source.kind == "S" and need == R and short_name(op) in ("linear", "addmm") else need
+
+
+Typed = list[tuple[str, Type]]
+
+
+def what_is_saved(op: Op, operands: Typed, results: Typed) -> Typed:
+    """The tensors that autograd keeps of an op: its operands, unless its derivative needs its results or nothing at all."""
+    name = short_name(op)
+    if name in SAVES_NOTHING or (name in ("mul", "div") and len(operands) == 1):
+        return []
+    if name in SAVES_RESULTS:
+        return results
+    return operands + (results if name == "scaled_dot_product_attention" else [])
 
 
 def boundary_bytes(pricing: Pricing) -> tuple[int, ...]:

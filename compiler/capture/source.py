@@ -79,6 +79,10 @@ TASKS = {
 ATTENTIONS = ("sdpa", "eager")
 
 
+CUSTOM = "custom"
+"""The task of a plan whose model no configuration describes."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model, found but not built. `source` is absolute for files; `task` is None when no configuration names one."""
@@ -106,6 +110,7 @@ def find_source(text: str, task: str | None = None, attention: str = "sdpa") -> 
 
 def find_configured(text: str, task: str | None = None, attention: str = "sdpa") -> tuple[ModelSource, PretrainedConfig | None]:
     """The MODEL argument as a ModelSource, with the configuration that was read to resolve its task (None: a factory)."""
+    task = None if task == CUSTOM else task
     if task is not None and task not in TASKS:
         raise InputError(f"task: found {task!r}, expected one of {', '.join(TASKS)}")
     if attention not in ATTENTIONS:

@@ -146,7 +146,6 @@ class _Conversion:
             ops=tuple(self.ops),
             loss=loss.name,
             notes=tuple(self.notes),
-            batch_dims={value.name: 0 for value in inputs if value.shape},
         )
         return Traced(graph, self.aliases, tensors)
 

@@ -28,7 +28,7 @@ from meshwright.compiler.emission.function import (
 )
 from meshwright.compiler.graph import Graph, Level, Segment, Value
 from meshwright.compiler.kinds import Kinds
-from meshwright.plans.layout import I, Layout, conversion
+from meshwright.plans.layout import I, conversion
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress
 
@@ -374,8 +374,3 @@ def loop_prefix(first: str, last: str) -> tuple[str, int, int]:
     """f-string text of a run's prefixes, and the first and last number."""
     stem, low, tail = split_index(first)
     return f"{stem}{{i}}{tail}.", low, split_index(last)[1]
-
-
-def parameter_layouts(assignment: Assignment) -> dict[str, Layout]:
-    """Storage layout of every parameter by path."""
-    return {path: Layout.of({assignment.axis: t}) for path, t in assignment.parameters.items()}
