@@ -156,5 +156,5 @@ def illegal(kinds: Kinds, legal: Legal, op_class: OpClass, wanted: Type) -> str:
     shape = list(kinds.op(kind, position).results[0].shape)
     return (
         f"plan.yaml: kinds.{kind}.layouts.{module}: {name} of shape {shape} cannot be {wanted}@{legal.axis} "
-        f"on {legal.axis}={legal.ranks}; it can be {', '.join(options)}"
+        f"on {legal.axis}={legal.ranks}; it can be {', '.join(options)}. After a change of mesh, seq or micro_batch, leave kinds out"
     )

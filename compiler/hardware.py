@@ -8,7 +8,7 @@ A hardware file is YAML; those that ship are compiler/hardware/NAME.yaml:
     peak_flops               floating-point operations per second by dtype; a dtype that is not listed runs as float32
     efficiency               shares of the peaks that real programs reach: {matmul, memory}
     op_overhead_s            seconds that an op takes however small it is
-    levels                   links, innermost first: {name, ranks, latency_s, bandwidth_bytes_per_s}. A level joins `ranks`
+    levels                   links, innermost first: {name, ranks, latency_s, bandwidth_bytes_per_s, overlaps}. A level joins `ranks`
                              consecutive ranks (a node); the last one joins all (null). Bandwidth is one device's, one way
 
 Ranks fill nodes in order (tp fastest, pp slowest: plans.mesh). A group that leaves its node is as fast as its slowest crossing:
@@ -46,6 +46,7 @@ class Link:
     """What joins a group of ranks: seconds per message, bytes per second and rank, one way.
 
     memory_bytes_per_s   the devices' memory, for what a rank does alone: slicing and padding
+    overlaps             whether collectives run beside matmuls; not where the same cores do both
     reduce_bytes_per_s   adding what arrives; infinite where that overlaps with the transfer, as in NCCL
     """
 
@@ -53,6 +54,7 @@ class Link:
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = inf
     reduce_bytes_per_s: float = inf
+    overlaps: bool = True
     name: str = ""
 
 
@@ -93,6 +95,7 @@ class Level:
     ranks: Count | None
     latency_s: NonNegative
     bandwidth_bytes_per_s: Positive
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Hardware:
         if inner is not None and inner.ranks is not None and axis != "pp":
             members = min(size, max(1, inner.ranks // stride))
             bandwidth = min(bandwidth * members, max(bandwidth, inner.bandwidth_bytes_per_s))
-        return Link(level.latency_s, bandwidth, self.device.memory_bytes_per_s, name=level.name)
+        return Link(level.latency_s, bandwidth, self.device.memory_bytes_per_s, overlaps=level.overlaps, name=level.name)
 
 
 class HardwareFile(BaseModel):

@@ -19,7 +19,7 @@ results of this optimisation, not inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.compiler.assignment import Legal, OpClass, illegal
@@ -88,20 +88,45 @@ def parameter_class(kinds: Kinds, parameter: Parameter) -> str:
 
 def choose_layouts(problem: LayoutProblem) -> LayoutChoice:
     """The cheapest legal assignment. InputError names a pin that cannot be met."""
-    builder = Builder(problem)
-    builder.add_parameters()
-    builder.add_ops()
-    builder.add_loss()
     try:
-        answer = solve_assignment(tuple(builder.choices), tuple(builder.edges), builder.conversion_cost)
-    except Unsolved as error:
-        raise InputError(f"no layout on {problem.legal.axis}={problem.legal.ranks} satisfies the pinned layouts ({error})") from error
+        builder, answer = solve(problem)
+    except Unsolved:
+        raise InputError(contradiction(problem)) from None
     results = {op_class: builder.choices[c].options[answer[c]].yields[0] for op_class, c in builder.choice_of_op.items()}
     parameters = {
         path: builder.choices[c].options[answer[c]].yields[0]
         for path, c in builder.choice_of_parameter.items()
     }
     return LayoutChoice(results, parameters, fallback_notes(problem, builder, answer))
+
+
+def solve(problem: LayoutProblem) -> tuple[Builder, tuple[int, ...]]:
+    """The problem's choices, and the option taken for each."""
+    builder = Builder(problem)
+    builder.add_parameters()
+    builder.add_ops()
+    builder.add_loss()
+    return builder, solve_assignment(tuple(builder.choices), tuple(builder.edges), builder.conversion_cost)
+
+
+def contradiction(problem: LayoutProblem) -> str:
+    """The error for pins that exclude each other: names one without which the others can be had."""
+    axis, pins = problem.legal.axis, problem.pins
+    for op_class, type_ in pins.results.items():
+        others = LayoutPins({c: t for c, t in pins.results.items() if c != op_class}, pins.parameters)
+        if solvable(replace(problem, pins=others)):
+            key = f"kinds.{op_class[0]}.layouts.{'.'.join(problem.kinds.keys[op_class[0]][op_class[1]])}"
+            return f"plan.yaml: {key}: {type_}@{axis} contradicts the layouts pinned around it; leave it out, or change them too"
+    return f"plan.yaml: the layouts given under kinds and parameters exclude each other on {axis}={problem.legal.ranks}; leave some out"
+
+
+def solvable(problem: LayoutProblem) -> bool:
+    """Whether any assignment meets the pins."""
+    try:
+        solve(problem)
+    except Unsolved:
+        return False
+    return True
 
 
 class Builder:
@@ -176,9 +201,13 @@ class Builder:
         cost = 0.0
         if type_ == R:
             cost += conversion_s(I, R, size, self.problem.legal.ranks, self.problem.link, True)[1] / self.problem.micro_batches
-        if type_.kind != "S" and len(value.shape) > 1 and prod(value.shape) >= MATTERS * self.largest:
+        if type_.kind != "S" and self.matters(value.shape):
             cost += size * PRICE_S_PER_BYTE
         return cost * len(members)
+
+    def matters(self, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of this shape is a matrix of some size."""
+        return len(shape) > 1 and prod(shape) >= MATTERS * self.largest
 
     def add_ops(self) -> None:
         """One choice per op class, one edge per operand that a choice makes."""
@@ -313,10 +342,30 @@ def fallback_notes(problem: LayoutProblem, builder: Builder, answer: tuple[int, 
             where = module_pattern(problem.kinds, op_class, op.module)
             instead = "its columns are sharded" if taken.needs[0].kind == "S" else f"it is whole on every {axis} rank"
             notes[f"{where}: a vocabulary of {vocabulary[0].size} does not divide by {axis}={ranks}; {instead}"] = None
+    for note in whole_parameters(problem, builder, answer):
+        notes[note] = None
     for op_class in problem.legal.without_rule:
         op = problem.kinds.op(*op_class)
         notes[f"{module_pattern(problem.kinds, op_class, op.module)}: {op.target} has no rule; it runs on every {axis} rank"] = None
     return tuple(notes)
+
+
+def whole_parameters(problem: LayoutProblem, builder: Builder, answer: tuple[int, ...]) -> tuple[str, ...]:
+    """Matrices that matter and are whole on every rank, by pattern, with their shapes."""
+    axis, ranks = problem.legal.axis, problem.legal.ranks
+    found: dict[tuple[int, ...], list[str]] = {}
+    for parameter in problem.kinds.graph.parameters:
+        choice = builder.choice_of_parameter[parameter.path]
+        shape = parameter.value.shape
+        if parameter.path in problem.pins.parameters or not builder.matters(shape):
+            continue
+        if builder.choices[choice].options[answer[choice]].yields[0].kind != "S":
+            found.setdefault(shape, []).append(parameter.path)
+    return tuple(
+        f"{pattern}: whole on every {axis} rank; no layout of its shape {list(shape)} divides by {axis}={ranks} in all that reads it"
+        for shape, paths in found.items()
+        for pattern in compress(paths)
+    )
 
 
 def module_pattern(kinds: Kinds, op_class: OpClass, module: str) -> str:

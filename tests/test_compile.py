@@ -118,10 +118,11 @@ def options(text: str) -> dict[str, object]:
         (("mlp.gate_proj.weight: S(0)@tp", "mlp.gate_proj.weight: S(4)@tp"), "gate_proj.weight: S(4)@tp is not legal"),
         (("mlp.gate_proj: S(2)@tp", "mlp.gate_projection: S(2)@tp"), "no such module"),
         (("mlp.gate_proj: S(2)@tp", "mlp.gate_proj: S(2)@dp"), "layouts inside a program are on tp"),
+        (("mlp.gate_proj: S(2)@tp", "mlp.gate_proj: P@tp"), "kinds.layer.layouts.mlp.gate_proj.linear: P@tp contradicts"),
         (("model.norm.weight:", "model.nrom.weight:"), "trains no such parameter"),
         (("mesh: {pp: 1, dp: 1, cp: 1, tp: 2, ep: 1}", "mesh: {pp: 1, dp: 1, cp: 1, tp: 1, ep: 1}"), "tp=1"),
     ],
-    ids=["layout", "storage", "module", "axis", "parameter", "mesh"],
+    ids=["layout", "storage", "module", "axis", "contradiction", "parameter", "mesh"],
 )
 def test_illegal_edits_name_their_key(edit: tuple[str, str], said: str) -> None:
     directory = build("llama", layers=2).directory

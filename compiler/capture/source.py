@@ -20,6 +20,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from logging import getLogger
 from pathlib import Path
 from typing import Protocol
 
@@ -226,6 +227,9 @@ def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> st
 def quiet() -> Iterator[None]:
     """While active, transformers logs errors alone and draws no progress bars; off a terminal, nothing is written to stderr."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel("CRITICAL")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     hidden = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
@@ -234,6 +238,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if bars:
             logging.enable_progress_bar()
 
