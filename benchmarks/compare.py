@@ -26,7 +26,7 @@ from meshwright.plan import compile
 
 TIMEOUT_S = 300
 PLANS: dict[str, dict[str, Any]] = {
-    "tp": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "auto"},
+    "tp": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "off"},
     "tp-sequence": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "on"},
     "pp": {"mesh": "pp=2", "micro_batch": 2},
     "dp": {"mesh": "dp=2", "micro_batch": 4},
