@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
+from meshwright.plans.programs import program_name
 from meshwright.plans.save import load_checked, load_programs
 from meshwright.runtime.actions import Kind, Schedule
 from meshwright.runtime.agreement import FailureReport, together
@@ -38,7 +39,7 @@ from meshwright.runtime.gradients import FlatParameters, clip_scale
 from meshwright.runtime.launch import backward_group, choose_device, join_processes, place, tied_groups
 from meshwright.runtime.memory import SavedBytes
 from meshwright.runtime.optimizer import Optimizer, read_options
-from meshwright.runtime.program import Boundary, load_program, program_name
+from meshwright.runtime.program import Boundary, load_program
 from meshwright.runtime.schedules import build, finished_sends
 from meshwright.runtime.transfers import Channel, Transfers
 from meshwright.runtime.weight_copy import locate_weights

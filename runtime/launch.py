@@ -14,10 +14,10 @@ import torch.distributed as dist
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
+from meshwright.plans.programs import program_name, stage_parameters
 from meshwright.plans.signature import Signature
 from meshwright.runtime.axes import Axis, ProcessAxis, build_axes
 from meshwright.runtime.placement import Parameter, Placement
-from meshwright.runtime.program import program_name, stage_parameters
 
 MALLOPT = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD (malloc.h), in bytes."""

@@ -15,7 +15,6 @@ A program is a Python module with these names (compiler/emit writes it, the engi
 
 from __future__ import annotations
 
-import ast
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +57,6 @@ class Program:
     forward: Callable[[Context, Weights, Tensors, Tensors, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def program_name(stage: int) -> str:
-    """File name of a stage's program."""
-    return f"stage_{stage}.py"
-
-
 def load_program(text: str, stage: int, path: Path) -> Program:
     """Program of a stage from its text; `path` is where tracebacks point."""
     module = ModuleType(f"meshwright_stage_{stage}")
@@ -88,11 +82,3 @@ def load_program(text: str, stage: int, path: Path) -> Program:
 
 def _boundary(name: str, shape: Sequence[int], dtype: str, requires_grad: bool) -> Boundary:
     return Boundary(name, tuple(shape), cast(torch.dtype, getattr(torch, dtype)), requires_grad)
-
-
-def stage_parameters(text: str, path: Path) -> tuple[str, ...]:
-    """Names of the parameters that a program holds, without executing it."""
-    for node in ast.parse(text, str(path)).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["PARAMETERS"]:
-            return expand_all(ast.literal_eval(node.value))
-    raise InputError(f"{path}: defines no PARAMETERS; compile again with --from")

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
 from meshwright.plans.mesh import Mesh
+from meshwright.plans.programs import stage_parameters
 from meshwright.plans.save import load_plan, load_signature, save_plan_dir
 from meshwright.plans.signature import ParameterSpec, Signature
 from meshwright.runtime import weight_copy
 from meshwright.runtime.axes import take_shard
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.program import stage_parameters
 from meshwright.runtime.weights import Piece, Reader, copy_overlap, find_weights, local_ranges, overlaps, whole
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks
