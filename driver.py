@@ -262,8 +262,7 @@ def emit(kinds: Kinds, document: PlanDocument) -> dict[str, str]:
     results = read_layouts(kinds, document.kinds)
     parameters = read_parameters(kinds, document.parameter_layouts)
     assignment = assign(kinds, legal, results, parameters)
-    by_name = {s.name: s for s in kinds.graph.segments}
-    cut = tuple(tuple(by_name[name] for name in names) for names in document.stage_segments)
+    cut = tuple(tuple(s for s in kinds.graph.segments if s.name in set(names)) for names in document.stage_segments)
     staging = Staging(assignment, document.mesh, cut)
     return {program_name(k): emit_stage(staging, k) for k in range(len(cut))}
 

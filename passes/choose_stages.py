@@ -152,10 +152,11 @@ def read_pins(segments: Sequence[SegmentCost], mesh: Mesh, pinned: Sequence[Sequ
         )
     at = 0
     ends = {}
+    order = {segment.name: place for place, segment in enumerate(segments)}
     for stage, names in enumerate(pinned):
         if not names:
             raise InputError(f"plan.yaml: stages[{stage}].layers: found no segment, expected one or more")
-        for name in names:
+        for name in sorted(names, key=lambda n: order.get(n, -1)):
             expected = segments[at].name if at < len(segments) else "the end"
             if name != expected:
                 raise InputError(
