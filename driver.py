@@ -1,6 +1,7 @@
 """From a model and a declaration to a plan: capture, choose, emit.
 
     compile_plan     MODEL and a Declaration -> CompiledPlan (document, programs, model files)
+    plan_captured    the same from a model that is captured already, for another mesh
     dry_run_rank     one rank's program of a plan directory on fake tensors, for any world size
 
 Choosing fills the document and nothing else; emission reads the graph and the document and decides nothing. So compiling from
@@ -10,7 +11,7 @@ a complete plan repeats it, and compiling from an edited one applies the edits o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -122,6 +123,16 @@ def compile_plan(
         micro_batch=setting.micro_batch,
         attention=setting.declaration.attention or "sdpa",
     )
+    compiled = plan_captured(captured, setting, tell)
+    if not isinstance(model, torch.nn.Module):
+        return compiled
+    named = dict(model.named_parameters(remove_duplicate=False))
+    signature = Signature.model_validate(captured.signature)
+    return replace(compiled, weights={path: named[path] for path in (*signature.parameters, *signature.unused)})
+
+
+def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> CompiledPlan:
+    """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
     kinds = Kinds(captured.graph)
     tell("choosing layouts")
     assignment, notes = choose(kinds, setting)
@@ -132,12 +143,7 @@ def compile_plan(
     document = write_document(captured, assignment, stages, setting, notes, collective_seconds(pricing))
     tell("emitting programs")
     programs = emit(kinds, document)
-    weights: Mapping[str, torch.Tensor] = {}
-    if isinstance(model, torch.nn.Module):
-        named = dict(model.named_parameters(remove_duplicate=False))
-        signature = Signature.model_validate(captured.signature)
-        weights = {path: named[path] for path in (*signature.parameters, *signature.unused)}
-    return CompiledPlan(document, programs, model_files(captured), weights)
+    return CompiledPlan(document, programs, model_files(captured))
 
 
 def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
