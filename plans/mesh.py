@@ -7,7 +7,8 @@ Terms
 
 Ranks are numbered with `tp` varying fastest and `pp` slowest (pp, dp, cp, tp), so that the ranks which talk
 most share a node (Narayanan et al., arXiv 2104.04473, section 3). `ep` shares ranks with `dp`: ep divides dp, and
-the ep coordinate is the dp coordinate modulo ep.
+the ep coordinate is the dp coordinate modulo ep. So a weight sliced on ep has dp/ep replicas, on the ranks that differ
+in dp and share the ep coordinate: they form the groups along EXPERT_REPLICAS.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from math import prod
 
 AXES = ("pp", "dp", "cp", "tp", "ep")
 RANK_AXES = ("pp", "dp", "cp", "tp")
+EXPERT_REPLICAS = "edp"
+"""Names the part of dp that is not ep ("expert data parallel"): it has a size and groups, and is no axis of layouts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class Mesh:
         return cls.of(sizes)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
+        """Number of ranks along `axis`, one of AXES or EXPERT_REPLICAS."""
+        if axis == EXPERT_REPLICAS:
+            return self.dp // self.ep
         if axis not in AXES:
             raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
         return int(getattr(self, axis))
@@ -87,14 +92,14 @@ class Mesh:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` along `axis` only, in order of their coordinate."""
+        """Ranks that differ from `rank` along `axis` (or EXPERT_REPLICAS) only, in order of their coordinate."""
         at = self.coordinates(rank)
+        place = {a: at[a] for a in RANK_AXES}
         if axis == "ep":
             first = at["dp"] - at["ep"]
-            return tuple(
-                self.rank(pp=at["pp"], dp=first + i, cp=at["cp"], tp=at["tp"]) for i in range(self.ep)
-            )
-        place = {a: at[a] for a in RANK_AXES}
+            return tuple(self.rank(**{**place, "dp": first + i}) for i in range(self.ep))
+        if axis == EXPERT_REPLICAS:
+            return tuple(self.rank(**{**place, "dp": i}) for i in range(at["ep"], self.dp, self.ep))
         return tuple(self.rank(**{**place, axis: i}) for i in range(self.size(axis)))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ takes a slice of each. An axis of one rank does nothing.
     DryAxis       shapes only, any number of ranks: results are uninitialised, calls and bytes are counted in a Tally
 
 A subclass of Axis implements four primitives on contiguous tensors, with the ranks along a leading dim: no copy is
-made where the dim already leads.
+made where the dim already leads. A fifth moves as many rows (entries of dim 0) from each rank to each as both know of.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.plans.mesh import AXES, Mesh
+from meshwright.plans.mesh import AXES, EXPERT_REPLICAS, Mesh
+
+Counts = tuple[tuple[int, ...], ...]
+"""Per rank of an axis, the number of rows in each of its sections."""
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -120,6 +123,10 @@ class Axis(ABC):
     def _start_exchange(self, stacked: Tensor) -> Pending:
         """Entry r goes to rank r; stacked by sender."""
 
+    @abstractmethod
+    def _start_exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """The next send[r] rows of x go to rank r; the receive[r] rows from each rank r, joined by sender."""
+
     def start_all_reduce(self, x: Tensor, reduction: str = "sum", in_place: bool = False) -> Pending:
         """Sum (or "max") over the ranks. `in_place`: x is contiguous, the caller's own, and is overwritten."""
         if self.size == 1:
@@ -153,6 +160,30 @@ class Axis(ABC):
             raise ValueError(f"all-to-all over {self.name} splits and joins the same dim {split_dim}")
         received = self._start_exchange(stack_shards(x, split_dim, self.size, split_sections))
         return received.then(lambda stacked: join_shards(stacked, concat_dim, concat_sections))
+
+    def start_exchange_rows(self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Pending:
+        """An uneven all-to-all: (sum of send_counts, ...) -> (sum of recv_counts, ...).
+
+        Rows of x lie by the rank they go to, rows of the result by the rank they come from. What rank a sends to b is
+        what b receives from a; a count may be 0. ValueError when the counts are not one per rank, or not x's rows.
+        """
+        if len(send_counts) != self.size or len(recv_counts) != self.size:
+            raise ValueError(f"exchange over {self.name}={self.size} with {len(send_counts)} and {len(recv_counts)} counts")
+        if sum(send_counts) != x.shape[0]:
+            raise ValueError(f"exchange over {self.name} of {x.shape[0]} rows, the counts add up to {sum(send_counts)}")
+        if self.size == 1:
+            return done(x)
+        return self._start_exchange_rows(x.contiguous(), send_counts, recv_counts)
+
+    def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Counts, Counts]:
+        """What every rank sends, told to whom it is sent, on the host: (sent, received), after one read of the device.
+
+        counts (n, k) integers: counts[r] are the numbers of rows that go to rank r, in k sections. sent[r] is
+        counts[r], received[r] what rank r sends here. `rows` is how many there are in all, for a dry run to spread.
+        """
+        received = self._start_exchange(counts.contiguous()).wait()
+        sent, came = torch.stack([counts, received]).tolist()
+        return tuple(map(tuple, sent)), tuple(map(tuple, came))
 
     def all_reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
         """start_all_reduce, waited for."""
@@ -196,6 +227,9 @@ class TrivialAxis(Axis):
     def _start_exchange(self, stacked: Tensor) -> Pending:
         return done(stacked)
 
+    def _start_exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        return done(x)
+
 
 class ProcessAxis(Axis):
     """An axis over a process group; `ranks` are the group's global ranks, in order of their coordinate."""
@@ -219,6 +253,12 @@ class ProcessAxis(Axis):
     def _start_exchange(self, stacked: Tensor) -> Pending:
         out = torch.empty_like(stacked)
         return _started(dist.all_to_all_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
+
+    def _start_exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        to, of = (t.view(torch.uint8) if t.dtype == torch.bool else t for t in (out, x))
+        work = dist.all_to_all_single(to, of, list(receive), list(send), group=self.group, async_op=True)
+        return _started(work, out)
 
 
 class PairAxis(ProcessAxis):
@@ -301,9 +341,23 @@ class DryAxis(Axis):
         self.tally.add(self.name, "all-to-all", stacked.nbytes)
         return done(torch.empty_like(stacked))
 
+    def _start_exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        self.tally.add(self.name, "all-to-all", x.nbytes)
+        return done(x.new_empty((sum(receive), *x.shape[1:])))
+
+    def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Counts, Counts]:
+        """As if routed evenly: as many rows come as go."""
+        self.tally.add(self.name, "all-to-all", counts.nbytes)
+        num_sections = counts.shape[1]
+        share, more = divmod(rows, self.size * num_sections)
+        even = [share + (i < more) for i in range(self.size * num_sections)]
+        spread = tuple(tuple(even[r * num_sections : (r + 1) * num_sections]) for r in range(self.size))
+        return spread, spread
+
 
 def build_axes(mesh: Mesh, rank: int, timeout: timedelta | None = None) -> dict[str, Axis]:
-    """This rank's axes over process groups. Every rank of an initialised torch.distributed calls it once, alike.
+    """This rank's axes over process groups, EXPERT_REPLICAS among them. Every rank of an initialised torch.distributed
+    calls it once, alike.
 
     Groups are made in the same order on all ranks; equal groups (ep and dp when ep = dp) are made once, and the
     world is used as it is. A rank that waits longer than `timeout` for its peers gives up (torch's default: 30 minutes).
@@ -315,7 +369,7 @@ def build_axes(mesh: Mesh, rank: int, timeout: timedelta | None = None) -> dict[
     if dist.is_initialized() and dist.group.WORLD is not None:
         groups[world] = dist.group.WORLD
     axes: dict[str, Axis] = {}
-    for name in AXES:
+    for name in (*AXES, EXPERT_REPLICAS):
         if mesh.size(name) == 1:
             axes[name] = TrivialAxis(name)
             continue
@@ -324,7 +378,7 @@ def build_axes(mesh: Mesh, rank: int, timeout: timedelta | None = None) -> dict[
                 groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         own = mesh.group(rank, name)
         pair = len(own) == 2 and dist.get_backend(groups[own]) == "gloo"
-        axes[name] = (PairAxis if pair else ProcessAxis)(name, groups[own], own, mesh.coordinates(rank)[name])
+        axes[name] = (PairAxis if pair else ProcessAxis)(name, groups[own], own, own.index(rank))
     return axes
 
 

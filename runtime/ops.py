@@ -7,6 +7,7 @@
     cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
     dropout, sdpa                     runtime.random
     grouped_mm                        runtime.grouped
+    route, dispatch, combine, local_experts, exchange           runtime.experts
 
 Conversions save no tensors. On an axis of one rank they return their operand. Integer and bool tensors convert alike.
 """
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from meshwright.plans.layout import Type, conversion
 from meshwright.runtime.axes import Axis, join_shards, take_shard
+from meshwright.runtime.experts import combine, dispatch, exchange, local_experts, route
 from meshwright.runtime.grouped import grouped_mm
 from meshwright.runtime.linear import column_linear, linear
 from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
@@ -31,13 +33,18 @@ from meshwright.runtime.random import dropout, sdpa
 
 __all__ = [
     "column_linear",
+    "combine",
     "convert",
     "cross_entropy_sum",
+    "dispatch",
     "dropout",
     "embedding",
+    "exchange",
     "grouped_mm",
     "linear",
+    "local_experts",
     "parse_conversion",
+    "route",
     "sdpa",
     "token_mean",
     "vocab_cross_entropy_sum",

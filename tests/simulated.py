@@ -8,7 +8,7 @@ Each thread runs its own forward and backward; collectives meet at a barrier. Th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -74,6 +74,13 @@ class SimulatedAxis(Axis):
 
     def _start_exchange(self, stacked: Tensor) -> Pending:
         return done(torch.stack([x[self.index] for x in self._all("all-to-all", stacked)]))
+
+    def _start_exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        counts = self.meeting.exchange(self.index, torch.tensor(send))
+        everyone = self._all("exchange-rows", x)
+        parts = [y.split(c.tolist())[self.index] for y, c in zip(everyone, counts, strict=True)]
+        assert [len(part) for part in parts] == list(receive), "what is received is not what was announced"
+        return done(torch.cat(parts))
 
 
 def run_ranks(size: int, body: Callable[[SimulatedAxis], Result], name: str = "tp") -> list[Result]:

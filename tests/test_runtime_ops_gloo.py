@@ -29,6 +29,29 @@ def check_primitives(axis: Axis, dtype: torch.dtype) -> None:
         assert axis.reduce_scatter(whole, 1).equal(mine * 2)
 
 
+def check_uneven(axis: Axis, dtype: torch.dtype, *trailing: int) -> None:
+    """Rank a sends a * b rows to b: rank 0 none, and none to it."""
+    counts = [axis.index * other for other in range(axis.size)]
+    x = torch.full((sum(counts), *trailing), axis.index).to(dtype)
+    expected = torch.arange(axis.size).repeat_interleave(torch.tensor(counts)).to(dtype)
+    found = axis.start_exchange_rows(x, counts, counts).wait()
+    assert found.dtype == dtype and found.equal(expected.view(-1, *[1] * len(trailing)).expand(-1, *trailing))
+
+
+def check_experts(axis: Axis) -> None:
+    """Rows go to their experts and come back; rank 0 has none. Two experts on each rank."""
+    counts = torch.arange(2 * axis.size) * axis.index
+    ids = torch.arange(2 * axis.size).repeat_interleave(counts)
+    route = ops.route(counts.cumsum(0).to(torch.int32), axis, len(ids))
+    x = (ids + 100.0 * axis.index).unsqueeze(1).requires_grad_()
+    y = ops.dispatch(x, route)
+    here = ops.local_experts(ops.dispatch(ids, route), axis, 2 * axis.size)
+    assert here.equal(torch.repeat_interleave(torch.diff(route.offsets, prepend=torch.zeros(1, dtype=torch.int32))))
+    z = ops.combine(y * 2, route)
+    z.backward(x.detach())
+    assert z.equal(2 * x) and x.grad is not None and x.grad.equal(2 * x)
+
+
 def check_conversions(axis: Axis) -> None:
     """Every conversion and its transpose, on values that are known everywhere."""
     value, gradient = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(2))
@@ -86,14 +109,24 @@ def check_rank() -> dict[str, tuple[int, ...]]:
     assert groups["ep"].group is groups["dp"].group
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
         check_primitives(axes["tp"], dtype)
+        check_uneven(axes["ep"], dtype, 3)
     check_primitives(axes["dp"], torch.bool)
+    check_uneven(axes["ep"], torch.bool, 2)
+    wide, half = (build_axes(Mesh(dp=4, ep=ep), dist.get_rank()) for ep in (4, 2))
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
+        check_uneven(wide["ep"], dtype)
+        check_uneven(wide["ep"], dtype, 0)
+    check_experts(wide["ep"])
+    check_experts(half["ep"])
+    sums = half["edp"].all_reduce(torch.tensor([float(dist.get_rank())]))
+    assert sums.item() == 2 + 2 * (dist.get_rank() % 2) and wide["edp"].size == 1
     check_conversions(axes["dp"])
     check_stage(axes["tp"])
     with pytest.raises(ValueError, match="mesh tp=8 has 8 ranks, but 4 processes were started"):
         build_axes(Mesh(tp=8), dist.get_rank())
-    return {n: a.ranks for n, a in groups.items()}
+    return {n: a.ranks for n, a in (*groups.items(), ("replicas", half["edp"])) if isinstance(a, ProcessAxis)}
 
 
 def test_four_gloo_ranks() -> None:
     groups = run_ranks(4, check_rank, timeout=60)
-    assert groups[3] == {"dp": (1, 3), "tp": (2, 3), "ep": (1, 3)}
+    assert groups[3] == {"dp": (1, 3), "tp": (2, 3), "ep": (1, 3), "replicas": (1, 3)}
