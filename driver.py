@@ -19,11 +19,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from meshwright.compiler.assignment import Assignment, Legal, assign, legal_strategies
+from meshwright.compiler.assignment import Assignment, Legal, OpClass, assign, legal_strategies
 from meshwright.compiler.capture import Captured, capture
 from meshwright.compiler.capture.source import CUSTOM
-from meshwright.compiler.decisions import AXIS, layouts_of, read_layouts, read_parameters, write_layouts
+from meshwright.compiler.decisions import (
+    AXIS,
+    layouts_of,
+    read_layouts,
+    read_parameters,
+    settle_regions,
+    types_on_axis,
+    write_layouts,
+)
 from meshwright.compiler.emission.stage import Staging, emit_stage
+from meshwright.compiler.experts import EP, Region, find_regions
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
@@ -32,7 +41,7 @@ from meshwright.passes.choose_stages import StageChoice, choose_stages
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError
-from meshwright.plans.layout import I
+from meshwright.plans.layout import I, Layout
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
 from meshwright.plans.programs import program_name
@@ -156,16 +165,16 @@ def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
 
 
 def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]:
-    """Chosen layouts with the declaration's as pins."""
+    """Chosen layouts with the declaration's as pins: experts first, for what they fix on the other axis."""
     declared = setting.declaration
     ranks = setting.mesh.size(AXIS)
-    legal = legal_strategies(kinds, AXIS, ranks, declared.sequence_parallel != "off")
-    pins = LayoutPins(
-        read_layouts(kinds, declared.kinds or {}),
-        read_parameters(kinds, expand_mapping(declared.parameters or {})),
-    )
+    results = read_layouts(kinds, declared.kinds or {})
+    parameters = read_parameters(kinds, expand_mapping(declared.parameters or {}))
+    regions, notes = choose_regions(kinds, setting, results, parameters)
+    legal = legal_strategies(kinds, AXIS, ranks, declared.sequence_parallel != "off", regions)
+    pins = LayoutPins(types_on_axis(results), types_on_axis(parameters))
     if ranks == 1:
-        return trivial(kinds, legal, pins), ()
+        return trivial(kinds, legal, pins, regions), notes
     problem = LayoutProblem(
         kinds,
         legal,
@@ -176,10 +185,25 @@ def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]
         pins,
     )
     choice = choose_layouts(problem)
-    return assign(kinds, legal, choice.results, choice.parameters), choice.notes
+    return assign(kinds, legal, choice.results, choice.parameters, regions), (*notes, *choice.notes)
 
 
-def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins) -> Assignment:
+def choose_regions(
+    kinds: Kinds, setting: Setting, results: Mapping[OpClass, Layout], parameters: Mapping[str, Layout]
+) -> tuple[dict[str, tuple[Region, ...]], tuple[str, ...]]:
+    """Experts that are spread over ep: all that can be, unless the declaration says otherwise; and why others are not."""
+    ranks = setting.mesh.size(EP)
+    legal = find_regions(kinds, ranks)
+    regions = settle_regions(kinds, legal, results, parameters, ranks)
+    if ranks == 1:
+        return regions, ()
+    if not legal.by_kind:
+        why = legal.reasons[0] if legal.reasons else "the model has no expert weights that a grouped or batched product reads"
+        raise InputError(f"mesh: {EP}={ranks} spreads whole experts over ranks, and none can be: {why}; use {EP}=1")
+    return regions, tuple(f"{reason}; these experts are whole on every {EP} rank" for reason in legal.reasons)
+
+
+def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins, regions: Mapping[str, tuple[Region, ...]]) -> Assignment:
     """On an axis of one rank everything is whole; layouts pinned for a larger one cannot be kept."""
     keys = {f"kinds.{k}.layouts.{'.'.join(kinds.keys[k][p])}": t for (k, p), t in pins.results.items()}
     from_pins = {**keys, **{f"parameters.{path}": t for path, t in pins.parameters.items()}}
@@ -187,7 +211,7 @@ def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins) -> Assignment:
         if type_.kind != "I":
             raise InputError(f"plan.yaml: {where}: {type_}@{AXIS} is pinned but the mesh has {AXIS}=1; leave layouts out or use I")
     results = {op_class: options[0].results[0] for op_class, options in legal.strategies.items()}
-    return assign(kinds, legal, results, {p.path: I for p in kinds.graph.parameters})
+    return assign(kinds, legal, results, {p.path: I for p in kinds.graph.parameters}, regions)
 
 
 def pipeline(pricing: Pricing, setting: Setting) -> StageChoice:
@@ -215,7 +239,6 @@ def write_document(
     """All decisions and predictions as the plan."""
     declared, kinds = setting.declaration, assignment.kinds
     signature = Signature.model_validate(captured.signature)
-    results = {op_class: s.results[0] for op_class, s in assignment.strategies.items()}
     document = read_plan({
         "schema": 1,
         "model": {
@@ -243,9 +266,9 @@ def write_document(
             {"layers": compress(s.segments), "forward_s": s.forward_s, "backward_s": s.backward_s, "memory": s.memory.model_dump()}
             for s in stages.stages
         ],
-        "parameters": compress_mapping(layouts_of(assignment.parameters)),
+        "parameters": compress_mapping(layouts_of(assignment)),
         "kinds": {
-            name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(kinds, name, results)}
+            name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(assignment, name)}
             for name, kind in kinds.by_name.items()
         },
         "notes": [*captured.graph.notes, *notes],
@@ -264,10 +287,12 @@ def predicted(stages: StageChoice, setting: Setting) -> dict[str, float]:
 
 def emit(kinds: Kinds, document: PlanDocument) -> dict[str, str]:
     """Programs by file name, from the graph and the document alone."""
-    legal = legal_strategies(kinds, AXIS, document.mesh.size(AXIS), document.sequence_parallel != "off")
     results = read_layouts(kinds, document.kinds)
     parameters = read_parameters(kinds, document.parameter_layouts)
-    assignment = assign(kinds, legal, results, parameters)
+    ranks = document.mesh.size(EP)
+    regions = settle_regions(kinds, find_regions(kinds, ranks), results, parameters, ranks)
+    legal = legal_strategies(kinds, AXIS, document.mesh.size(AXIS), document.sequence_parallel != "off", regions)
+    assignment = assign(kinds, legal, types_on_axis(results), types_on_axis(parameters), regions)
     cut = tuple(tuple(s for s in kinds.graph.segments if s.name in set(names)) for names in document.stage_segments)
     staging = Staging(assignment, document.mesh, cut)
     return {program_name(k): emit_stage(staging, k) for k in range(len(cut))}

@@ -11,15 +11,16 @@ InputError that names the plan's key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshwright.compiler.experts import EP, Region, expert_paths, region_of
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import BATCH, HIDDEN, SEQUENCE, banned_factors, label_values
 from meshwright.compiler.rules.factors import Refusal, Strategy, strategies
 from meshwright.compiler.rules.table import factors_of
 from meshwright.plans.errors import InputError
-from meshwright.plans.layout import I, Type, conversion
+from meshwright.plans.layout import I, Layout, Type, conversion, shard
 
 OpClass = tuple[str, int]
 TAKE_APART = frozenset(
@@ -42,13 +43,14 @@ class Legal:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One strategy per op class and one type per parameter, on one axis."""
+    """One strategy per op class and one type per parameter, on one axis; and the regions that run where their experts are."""
 
     kinds: Kinds
     axis: str
     ranks: int
     strategies: Mapping[OpClass, Strategy]
     parameters: Mapping[str, Type]
+    regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
 
     @cached_property
     def types(self) -> dict[str, Type]:
@@ -61,6 +63,20 @@ class Assignment:
 
     def type_of(self, name: str) -> Type:
         return self.types.get(name, I)
+
+    @cached_property
+    def expert_paths(self) -> frozenset[str]:
+        """Parameters that are sliced over ep."""
+        return expert_paths(self.regions)
+
+    def parameter_layout(self, path: str) -> Layout:
+        """Storage layout of a parameter on all axes."""
+        own = {EP: shard(0)} if path in self.expert_paths else {}
+        return Layout.of({self.axis: self.parameters.get(path, I), **own})
+
+    def region(self, kind: str, position: int) -> Region | None:
+        """The region that an op class runs in."""
+        return region_of(self.regions, kind, position)
 
     def entry_type(self, kind: str, place: int) -> Type:
         """The type in which a kind's function takes its external number `place`."""
@@ -89,11 +105,17 @@ def section_table(kinds: Kinds, kind: str) -> dict[int, list[tuple[int, ...]]]:
     return {size: list(ways) for size, ways in found.items()}
 
 
-def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: bool) -> Legal:
+def legal_strategies(
+    kinds: Kinds,
+    axis: str,
+    ranks: int,
+    sequence_parallel: bool,
+    regions: Mapping[str, tuple[Region, ...]] | None = None,
+) -> Legal:
     """Every legal strategy of every op class.
 
     The batch is never sharded here: that is dp's work. Neither is the hidden size of what passes between layers, which every
-    norm would have to put together again.
+    norm would have to put together again; nor the experts or rows of a region, which are on ep.
     """
     graph = kinds.graph
     labels = label_values(kinds)
@@ -110,8 +132,15 @@ def legal_strategies(kinds: Kinds, axis: str, ranks: int, sequence_parallel: boo
             if factors is None:
                 without_rule.append((name, position))
             refused_factors = banned_factors(call, labels, banned)
-            legal[name, position], refusals[name, position] = strategies(call, factors, ranks, table, refused_factors)
+            found, refusals[name, position] = strategies(call, factors, ranks, table, refused_factors)
+            in_region = any(position in region.marked for region in (regions or {}).get(name, ()))
+            legal[name, position] = tuple(s for s in found if keeps_rows(s)) if in_region else found
     return Legal(axis, ranks, legal, refusals, tuple(without_rule))
+
+
+def keeps_rows(strategy: Strategy) -> bool:
+    """Whether a strategy leaves dim 0 of everything whole."""
+    return not any(t.kind == "S" and t.dim == 0 for t in (*strategy.operands, *strategy.results))
 
 
 def traffic(source: Type, target: Type) -> int:
@@ -121,7 +150,11 @@ def traffic(source: Type, target: Type) -> int:
 
 
 def assign(
-    kinds: Kinds, legal: Legal, results: Mapping[OpClass, Type], parameters: Mapping[str, Type]
+    kinds: Kinds,
+    legal: Legal,
+    results: Mapping[OpClass, Type],
+    parameters: Mapping[str, Type],
+    regions: Mapping[str, tuple[Region, ...]] | None = None,
 ) -> Assignment:
     """The strategies that a plan means. InputError when a result type is not legal for its op."""
     graph = kinds.graph
@@ -145,7 +178,7 @@ def assign(
             )
             chosen[name, position] = best
             known.update((r.name, t) for r, t in zip(op.results, best.results, strict=True))
-    return Assignment(kinds, legal.axis, legal.ranks, chosen, parameters)
+    return Assignment(kinds, legal.axis, legal.ranks, chosen, parameters, regions or {})
 
 
 def illegal(kinds: Kinds, legal: Legal, op_class: OpClass, wanted: Type) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.compiler.assignment import TRAFFIC, Assignment
-from meshwright.compiler.costs import conversion_s
+from meshwright.compiler.costs import all_to_all_s, conversion_s
+from meshwright.compiler.experts import EP
 from meshwright.compiler.flops import op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Op, Segment
 from meshwright.compiler.hardware import Hardware
@@ -46,6 +47,9 @@ class Pricing:
         value = self.assignment.kinds.graph.values[name]
         type_ = self.assignment.type_of(name) if type_ is None else type_
         share = self.assignment.ranks if type_.kind == "S" else 1
+        parameter = self.assignment.kinds.graph.parameter_of.get(name)
+        if parameter is not None and parameter.path in self.assignment.expert_paths:
+            share *= self.mesh.ep
         return value_bytes(value) // share
 
 
@@ -90,9 +94,18 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
         size, requires_grad = pricing.local_bytes(name, I), graph.values[name].requires_grad
         pair = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
         forward, backward = forward + pair[0], backward + pair[1]
+    moves = expert_moves_s(pricing, segment.kind)
+    forward, backward = forward + moves, backward + moves
     if pricing.recompute == "full" and segment.prefix:
         backward += forward
     return forward, backward
+
+
+def expert_moves_s(pricing: Pricing, kind: str) -> float:
+    """Seconds of one direction of the all-to-alls of a kind's experts, for balanced counts."""
+    link = pricing.hardware.link_for(EP, pricing.mesh)
+    names = [n for region in pricing.assignment.regions.get(kind, ()) for n in (*region.entering, *region.leaving)]
+    return sum(all_to_all_s(pricing.local_bytes(name), pricing.mesh.ep, link) for name in names)
 
 
 def kind_conversions(assignment: Assignment, segment: Segment) -> tuple[tuple[str, Type, Type], ...]:
@@ -114,6 +127,8 @@ def collective_seconds(pricing: Pricing) -> dict[str, float]:
     link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
     found: dict[str, float] = {}
     for kind in assignment.kinds.by_name.values():
+        if moves := expert_moves_s(pricing, kind.name):
+            found["all-to-all"] = found.get("all-to-all", 0.0) + 2 * moves * len(kind.members)
         for name, source, target in kind_conversions(assignment, kind.representative):
             size, requires_grad = pricing.local_bytes(name, I), assignment.kinds.graph.values[name].requires_grad
             names = conversion(source, target)

@@ -45,6 +45,8 @@ def column_groups(assignment: Assignment, kind: str) -> dict[int, tuple[int, ...
     entered = assignment.entry_types(kind)
     readers: dict[str, list[int]] = {}
     for position, i in enumerate(segment.ops):
+        if assignment.region(kind, position) is not None:
+            continue
         strategy = assignment.strategies[kind, position]
         for name, need in dict(zip(kinds.graph.ops[i].operands, strategy.operands, strict=True)).items():
             source = entered.get(name, assignment.type_of(name))

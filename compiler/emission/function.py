@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from meshwright.compiler.assignment import Assignment
 from meshwright.compiler.emission.columns import column_groups, column_of
 from meshwright.compiler.emission.lowering import Site, expression
+from meshwright.compiler.experts import EP, Region
 from meshwright.compiler.graph import Graph, Op, Segment, Value
 from meshwright.compiler.kinds import Kinds, relative, short_name
 from meshwright.compiler.rules.factors import Strategy
@@ -74,9 +75,13 @@ class FunctionWriter:
         self.mesh = mesh
         self.kind = self.kinds.by_name[kind]
         self.segment: Segment = self.kind.representative
-        self.names = Names({"rt", "w", "index", "torch", "ops", "aten", assignment.axis})
+        self.names = Names({"rt", "w", "index", "torch", "ops", "aten", assignment.axis, EP})
         self.texts: dict[str, str] = {}
-        self.converted: dict[tuple[str, Type], str] = {}
+        self.converted: dict[tuple[str, Type, Region | None], str] = {}
+        self.moved: dict[tuple[str, Region | None], str] = {}
+        self.routes: dict[Region, str] = {}
+        self.home: dict[str, Region | None] = self.homes()
+        self.weights = self.expert_weights()
         self.entered = assignment.entry_types(kind)
         self.lines: list[str] = []
         self.sites = 0
@@ -97,14 +102,27 @@ class FunctionWriter:
                 self.write_columns(self.columns[position])
             else:
                 self.write(op, self.assignment.strategies[self.kind.name, position])
-        results = [self.texts[v.name] for v in self.kinds.result_values(self.segment)]
+        results = [self.place(v.name, None) for v in self.kinds.result_values(self.segment)]
         returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
         header = f"def {function_name(self.kind.name)}(rt, w, {''.join(e + ', ' for e in externals)}index):"
-        axis = self.assignment.axis
-        uses_axis = any(f"{axis}" in re.split(r"\W", line.split("#")[0]) for line in self.lines)
-        bind = [f'{axis} = rt.axis("{axis}")'] if uses_axis else []
+        words = {word for line in self.lines for word in re.split(r"\W", line.split("#")[0])}
+        bind = [f'{axis} = rt.axis("{axis}")' for axis in (self.assignment.axis, EP) if axis in words]
         body = [f'"""{self.title()}"""', *bind, *self.lines, f"return {returned}"]
         return "\n".join([header, *(f"    {line}" for line in body)])
+
+    def homes(self) -> dict[str, Region | None]:
+        """The region that each value made here lies in; None for one whose rows are this rank's own."""
+        return {
+            r.name: self.assignment.region(self.kind.name, position)
+            for position, i in enumerate(self.segment.ops)
+            for r in self.graph.ops[i].results
+        }
+
+    def expert_weights(self) -> frozenset[str]:
+        """Values that are made of expert weights on the way to their products."""
+        regions = self.assignment.regions.get(self.kind.name, ())
+        positions = {position for region in regions for position in region.weight_ops}
+        return frozenset(r.name for p in positions for r in self.graph.ops[self.segment.ops[p]].results)
 
     def title(self) -> str:
         names = [s.name for s in self.kind.members]
@@ -130,35 +148,84 @@ class FunctionWriter:
             self.texts[name] = f'w["{own}"]'
         return self.texts[name]
 
-    def convert(self, name: str, target: Type) -> str:
-        """Text of a value as `target`; the conversion is written where it is first needed."""
+    def route(self, region: Region) -> str:
+        """Name of a region's route: who gets which rows. It is made where rows are first sent."""
+        if region not in self.routes:
+            offsets = self.convert(region.offsets, I, None)
+            self.routes[region] = self.names.new("route")
+            self.lines.append(f"{self.routes[region]} = ops.route({offsets}, {EP}, {region.rows})")
+        return self.routes[region]
+
+    def place(self, name: str, region: Region | None) -> str:
+        """Text of a value where it is read: sent to its rows' experts, or brought back from them."""
+        home, text = self.home.get(name), self.operand(name)
+        if home == region:
+            return text
+        if (name, region) not in self.moved:
+            at = region or home
+            assert at is not None and (region is None or home is None), f"%{name} is read in two regions"
+            base = text if text.isidentifier() else identifier(name)
+            new = self.moved[name, region] = self.names.new(f"{base}_{'experts' if region else 'back'}")
+            if at.offsets:
+                verb = "dispatch" if region else "combine"
+                line = f"{new} = ops.{verb}({text}, {self.route(at)})  # all-to-all; backward all-to-all"
+            else:
+                dims = "0, 1" if region else "1, 0"
+                line = f"{new} = ops.exchange({text}, {EP}, {dims})  # all-to-all; backward all-to-all"
+            self.lines.append(line)
+        return self.moved[name, region]
+
+    def convert(self, name: str, target: Type, region: Region | None) -> str:
+        """Text of a value as `target`, where `region` reads it; the conversion is written where it is first needed."""
         value = self.graph.values[name]
         source = settled(self.entered.get(name, self.assignment.type_of(name)), value)
         target = settled(target, value)
-        text = self.operand(name)
+        text = self.place(name, region)
         if source == target:
             return text
-        if (name, target) not in self.converted:
+        if (name, target, region) not in self.converted:
             base = text if text.isidentifier() else identifier(self.graph.parameter_of[name].path.split(".")[-1])
             new = self.names.new(f"{base}_{suffix(target)}")
             pair = conversion(source, target)
             comment = pair.forward + (f"; backward {pair.backward}" if value.requires_grad else "")
             self.lines.append(f'{new} = ops.convert({text}, {self.assignment.axis}, "{source} -> {target}")  # {comment}')
-            self.converted[name, target] = new
-        return self.converted[name, target]
+            self.converted[name, target, region] = new
+        return self.converted[name, target, region]
+
+    def read(self, name: str, need: Type, region: Region | None) -> str:
+        """Text of an operand of an op in `region`. Rows are sent there; weights and what is the same everywhere are read as they are."""
+        if region is None:
+            return self.convert(name, need, None)
+        if name == region.offsets:
+            return f"{self.route(region)}.offsets"
+        moves = name in region.entering or self.home.get(name) == region
+        return self.convert(name, need, region if moves else None)
 
     def write(self, op: Op, strategy: Strategy) -> None:
         """One op: conversions of its operands, then the assignment of its results."""
+        region = self.home[op.name]
         needs = dict(zip(op.operands, strategy.operands, strict=True))
-        texts = {name: self.convert(name, need) for name, need in needs.items()}
+        texts = {name: self.read(name, need, region) for name, need in needs.items()}
         shapes = tuple(
-            local_shape(v, t, self.assignment.axis, self.mesh) for v, t in zip(op.results, strategy.results, strict=True)
+            self.shape_in(local_shape(v, t, self.assignment.axis, self.mesh), v.name)
+            for v, t in zip(op.results, strategy.results, strict=True)
         )
         text = expression(self.site(op, strategy, texts, shapes))
         names = [self.names.new(short_name(op.target)) for _ in op.results]
         self.texts.update(zip((r.name for r in op.results), names, strict=True))
         layout = "" if strategy.results[0] == I else f"  # {strategy.results[0]} {list(shapes[0])}"
         self.lines.append(f"{', '.join(names)} = {text}{layout}")
+
+    def shape_in(self, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """A local shape where its rows are: as many as come (-1) in a grouped region, those of all ranks in a batched one."""
+        region = self.home[name]
+        if name in self.weights:
+            return (shape[0] // self.mesh.ep, *shape[1:])
+        if region is None:
+            return shape
+        if region.offsets:
+            return (-1, *shape[1:])
+        return (shape[0] // self.mesh.ep, shape[1] * self.mesh.ep, *shape[2:])
 
     def write_columns(self, positions: tuple[int, ...]) -> None:
         """Linears of one converted value, as one call."""
