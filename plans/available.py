@@ -20,7 +20,7 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = {
 }
 """By key of the plan; () when the key cannot be used at all."""
 
-AVAILABLE_AXES: Mapping[str, int] = {"cp": 1, "ep": 1}
+AVAILABLE_AXES: Mapping[str, int] = {"cp": 1}
 """Largest size of mesh axes that are limited."""
 
 _INSTEAD: Mapping[str, str] = {"devices": "give --mesh instead"}

@@ -81,6 +81,8 @@ def check_parameters(layouts: Mapping[str, Layout]) -> None:
         for axis, type_ in layout.types:
             if type_.kind == "P" or axis == "pp":
                 raise Conflict(path, f"found {layout}, expected S, I or R, on axes other than pp")
+            if type_.kind == "R" and axis == "ep":
+                raise Conflict(path, f"found {layout}, expected S or nothing on ep: its ranks are part of dp, which sums the gradients")
 
 
 def expand_at(path: str, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -5,10 +5,11 @@ FP32 over the micro-batches. After the last backward `reduce` completes the grad
 
     over an axis on which the parameter is R   each rank's gradient is partial (a norm under sequence parallelism)
     over the stages that hold it               a tied parameter
-    over dp and cp                             every parameter; losses are already divided by the global count
+    over dp and cp                             every parameter, but that one that is S on ep is summed only over the part of dp
+                                               that holds the same slice; losses are already divided by the global count
 
-The order in the buffers makes what is summed together adjacent: parameters are sorted by (stages of a tied one, type
-on tp), so each sum is one or two all-reduces of a contiguous run. The global gradient norm counts every element of the
+The order in the buffers makes what is summed together adjacent: parameters are sorted by (stages of a tied one, whether
+S on ep, type on tp), so each sum is one or two all-reduces of a contiguous run. The global gradient norm counts every element of the
 model once: each rank adds the squares of what it is an owner of (runtime.placement).
 """
 
@@ -44,10 +45,12 @@ class Span:
     stop: int
 
 
-def _order(parameter: Parameter) -> tuple[tuple[int, ...], int]:
-    """Sort key of the flat buffers. R is next to R: last of what is not tied, first of what is."""
+def _order(parameter: Parameter) -> tuple[tuple[int, ...], bool, int]:
+    """Sort key of the flat buffers: slices on ep first, tied ones last. R is next to R: last of what is not tied, first of
+    what is."""
     by_type = "ISR".index(parameter.layout.on("tp").kind)
-    return (parameter.stages, -by_type) if len(parameter.stages) > 1 else ((), by_type)
+    whole = parameter.layout.on("ep").kind != "S"
+    return (parameter.stages, not whole, -by_type) if len(parameter.stages) > 1 else ((), whole, by_type)
 
 
 class FlatParameters:
@@ -96,7 +99,7 @@ class FlatParameters:
         for stages, group in sorted(tied.items(), key=lambda item: item[0]):
             self._sum(group, lambda p, stages=stages: p.stages == stages)  # type: ignore[misc]
         for name in REPLICAS:
-            self._sum_over(axes[name], lambda p: True)
+            self._sum_over(axes[name], lambda p, name=name: name in p.replica_axes)  # type: ignore[misc]
 
     def _sum_over(self, axis: Axis, belongs: Callable[[Parameter], bool]) -> None:
         """In blocks, two at a time: a sum may need a buffer of its size."""

@@ -1,7 +1,8 @@
 """What a rank's memory goes to, in bytes.
 
 On CPUs activations are what autograd saves for the backward pass: unique storages, parameters and constants left out,
-summed over the micro-batches in flight. Shapes never change, so one step is watched for each number of micro-batches.
+summed over the micro-batches in flight. Shapes never change (but those of rows that went to their experts over ep, by what the
+router does), so one step is watched for each number of micro-batches.
 Of recomputed layers it is what they keep; what a recomputation makes for the moment is not counted.
 On GPUs they are what the allocator has beyond parameters, gradients and optimizer states.
 """

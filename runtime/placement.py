@@ -1,8 +1,10 @@
 """Where every parameter of the model lies on the mesh: known to every rank from the plan alone.
 
     stages    that hold it; a tied parameter may have several, the first owns it
-    owners    ranks whose parts make the whole, each element once: on the first stage, dp and cp replica 0, and every
-              coordinate of an axis on which it is S, the first one of others
+    owners    ranks whose parts make the whole, each element once: on the first stage, every coordinate of an axis on which
+              it is S, the first one of others. As ep is part of dp, they have dp coordinates 0 to ep-1 if it is S on ep, else 0
+    replicas  ranks that hold the same part, of the same stage and tp coordinate: all of dp and cp, or if it is S on ep those
+              of dp with the same ep coordinate, and cp
 """
 
 from __future__ import annotations
@@ -13,24 +15,37 @@ from functools import cached_property
 from itertools import product
 
 from meshwright.plans.layout import Layout
-from meshwright.plans.mesh import Mesh
+from meshwright.plans.mesh import EXPERT_REPLICAS, Mesh
 from meshwright.runtime.weights import Ranges, local_ranges
 
-REPLICAS = ("dp", "cp")
-"""Axes whose ranks hold the same parameters, and over which every gradient is the sum of the ranks'."""
-LAYOUT_AXES = ("tp",)
+REPLICAS = (EXPERT_REPLICAS, "dp", "cp")
+"""Axes whose ranks hold the same parameters; see Parameter.replica_axes."""
+LAYOUT_AXES = ("tp", "ep")
 """Axes on which a parameter's layout says what a rank holds."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model: full shape, layout, stages that hold it."""
+    """A parameter of the model: full shape, layout, stages that hold it. ValueError for one that is R or P on ep."""
 
     name: str
     shape: tuple[int, ...]
     layout: Layout
     stages: tuple[int, ...]
     trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout.on("ep").kind in ("R", "P"):
+            raise ValueError(f"parameter {self.name}: found {self.layout}, expected S or nothing on ep: dp sums what is not S")
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Those of REPLICAS over which its replicas lie: the gradient is the sum of theirs.
+
+        The gradient of a slice on ep is a sum over the tokens of the ep group already, so only the ranks that own the same
+        experts are summed.
+        """
+        return (EXPERT_REPLICAS, "cp") if self.layout.on("ep").kind == "S" else ("dp", "cp")
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,9 @@ class Placement:
 
     def owners(self, parameter: Parameter) -> tuple[int, ...]:
         """Ranks; see the module."""
-        kinds = [parameter.layout.on(axis).kind for axis in LAYOUT_AXES]
-        choices = [range(self.mesh.size(a) if k == "S" else 1) for a, k in zip(LAYOUT_AXES, kinds, strict=True)]
-        places = (dict(zip(LAYOUT_AXES, at, strict=True)) for at in product(*choices))
-        return tuple(self.mesh.rank(pp=parameter.stages[0], **at) for at in places)
+        num_tp, num_ep = (self.mesh.size(a) if parameter.layout.on(a).kind == "S" else 1 for a in LAYOUT_AXES)
+        stage = parameter.stages[0]
+        return tuple(self.mesh.rank(pp=stage, dp=ep, tp=tp) for tp, ep in product(range(num_tp), range(num_ep)))
 
     def stage_group(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         """This rank and those on other stages that hold the same part of a tied parameter."""
