@@ -20,7 +20,7 @@ from rich.text import Text
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
-from meshwright.plans.mesh import RANK_AXES
+from meshwright.plans.mesh import AXES, RANK_AXES
 from meshwright.plans.patterns import compress, form
 from meshwright.plans.signature import ParameterSpec, Signature
 from meshwright.plans.timeline import draw
@@ -92,11 +92,12 @@ def show_rank(
     held = {path: signature.parameters[path] for path in stage_parameters[at["pp"]]}
     peers = [
         (f"{axis} group", ", ".join(map(str, group)))
-        for axis in RANK_AXES
+        for axis in AXES
         if len(group := mesh.group(rank, axis)) > 1
     ]
+    named = RANK_AXES if mesh.ep == 1 else AXES
     rows = [
-        ("rank", f"{rank} of {mesh.world_size}: {', '.join(f'{a}={at[a]}' for a in RANK_AXES)}"),
+        ("rank", f"{rank} of {mesh.world_size}: {', '.join(f'{a}={at[a]}' for a in named)}"),
         ("stage", f"{at['pp']}: {', '.join(stage.layers)}"),
         *((name, text if len(text) <= 80 else text[:77] + "...") for name, text in peers),
         ("parameters", _held(document, held)),

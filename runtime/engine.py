@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
+from meshwright.plans.mesh import RANK_AXES
 from meshwright.plans.programs import program_name
 from meshwright.plans.save import load_checked, load_programs
 from meshwright.runtime.actions import Kind, Schedule
@@ -260,7 +261,7 @@ class Engine:
         return total_loss, total_square
 
     def _reported(self, doing: str, execution: StepExecution | None = None) -> FailureReport:
-        at = ",".join(f"{axis}={self._placement.at[axis]}" for axis in ("pp", "dp", "cp", "tp"))
+        at = ",".join(f"{axis}={self._placement.at[axis]}" for axis in RANK_AXES)
 
         def describe() -> str:
             action = f", action {execution.action}" if execution and execution.action else ""
