@@ -17,16 +17,14 @@ from functools import cached_property
 from meshwright.compiler.experts import EP, Region, expert_paths, region_of
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import BATCH, HIDDEN, SEQUENCE, banned_factors, label_values
-from meshwright.compiler.rules.factors import Refusal, Strategy, strategies
+from meshwright.compiler.rules.factors import Strategy
+from meshwright.compiler.rules.sections import section_table
+from meshwright.compiler.rules.strategies import Refusal, strategies
 from meshwright.compiler.rules.table import factors_of
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, Layout, Type, conversion, shard
 
 OpClass = tuple[str, int]
-TAKE_APART = frozenset(
-    f"aten.{name}"
-    for name in ("split.Tensor", "split_with_sizes.default", "chunk.default", "view.default", "reshape.default")
-)
 TRAFFIC = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
@@ -88,23 +86,6 @@ class Assignment:
         return {name: self.entry_type(kind, place) for place, name in enumerate(names)}
 
 
-def section_table(kinds: Kinds, kind: str) -> dict[int, list[tuple[int, ...]]]:
-    """Every way in which a kind takes a dim apart, by the dim's size: results of split and chunk, and packed views."""
-    found: dict[int, dict[tuple[int, ...], None]] = {}
-    for i in kinds.by_name[kind].representative.ops:
-        call = kinds.call(kinds.graph.ops[i])
-        if call.op.target not in TAKE_APART:
-            continue
-        factors = factors_of(call)
-        for extra in factors.extra if factors else ():
-            for type_, value in zip((*extra.operands, *extra.results), (*call.operands, *call.results), strict=True):
-                if type_.sections:
-                    found.setdefault(value.shape[type_.dim], {})[type_.sections] = None
-        for sections, _ in factors.resection.values() if factors else ():
-            found.setdefault(sum(sections), {})[sections] = None
-    return {size: list(ways) for size, ways in found.items()}
-
-
 def legal_strategies(
     kinds: Kinds,
     axis: str,
@@ -124,11 +105,10 @@ def legal_strategies(
     refusals: dict[OpClass, tuple[Refusal, ...]] = {}
     without_rule = []
     for name, kind in kinds.by_name.items():
-        table = section_table(kinds, name)
-        for position, i in enumerate(kind.representative.ops):
-            op = graph.ops[i]
-            call = kinds.call(op)
-            factors = factors_of(call)
+        calls = [kinds.call(graph.ops[i]) for i in kind.representative.ops]
+        factors_of_calls = [factors_of(call) for call in calls]
+        table = section_table(zip(calls, factors_of_calls, strict=True))
+        for position, (call, factors) in enumerate(zip(calls, factors_of_calls, strict=True)):
             if factors is None:
                 without_rule.append((name, position))
             refused_factors = banned_factors(call, labels, banned)

@@ -5,6 +5,7 @@
     vocab_embedding                   rows of a table sharded over the vocabulary; the result is P
     linear, column_linear             runtime.linear
     cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
+    own_heads                         the key heads of a rank's query heads
     dropout, sdpa                     runtime.random
     grouped_mm                        runtime.grouped
     route, dispatch, combine, local_experts, exchange           runtime.experts
@@ -161,3 +162,10 @@ def vocab_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int = 
     """
     start = axis.index * weight.shape[0]
     return _vocab_embedding(ids, weight, start, padding_idx)
+
+
+def own_heads(x: Tensor, axis: Axis, heads: int) -> Tensor:
+    """For each query head of this rank, of `heads` on all ranks, its key head: x (..., K, T, D), R -> (..., heads / n, T, D)."""
+    count = heads // axis.size
+    queries = torch.arange(axis.index * count, (axis.index + 1) * count, device=x.device)
+    return x.index_select(-3, queries // (heads // x.shape[-3]))

@@ -11,7 +11,8 @@ import torch
 
 from meshwright.compiler.emission.lowering import Site, expression
 from meshwright.compiler.graph import Op, Ref, Value
-from meshwright.compiler.rules.factors import Call, Strategy, strategies
+from meshwright.compiler.rules.factors import Call, Strategy
+from meshwright.compiler.rules.strategies import strategies
 from meshwright.compiler.rules.table import factors_of, register_rule, rule_for
 from meshwright.plans.layout import Layout, Type
 from meshwright.plans.mesh import Mesh

@@ -13,20 +13,20 @@ Terms
     Factors    the rule's answer: a factor name for every dim of every operand and result, and what is special
     Strategy   one way to run the op on one axis: the types of operands and results, and how it is lowered
 
-Source of the theory: docs/layouts.md; the notation follows einsum and Shardy's sharding rules.
+How a factor may be cut by sections is in rules.sections. Integers and bools are never P.
+Source of the theory: docs/layouts.md; the notation follows einsum and Shardy's sharding rules. How rules are read: docs/rules.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.compiler.graph import Op, Ref, Value
-from meshwright.plans.layout import I, P, R, Type, shard
+from meshwright.plans.layout import I, P, R, Type
 
 Dims = tuple[str, ...]
-SectionTable = Mapping[int, Sequence[tuple[int, ...]]]
-"""dim size -> the ways to see that size as a concatenation of sections, () for one piece."""
+Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,28 @@ class Call:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """Operands, then results."""
+        return (*self.operands, *self.results)
+
     def argument(self, index: int, name: str, default: object = None) -> object:
         """A literal or Ref by position, then by keyword, then the default."""
         if index < len(self.op.args):
             return self.op.args[index]
         return dict(self.op.kwargs).get(name, default)
+
+    def integer(self, index: int, name: str, default: int) -> int:
+        """An integer argument; the default where it is absent or None."""
+        value = self.argument(index, name, default)
+        return default if value is None else int(str(value))
+
+    def integers(self, index: int, name: str) -> list[int]:
+        """An argument that is an integer or a list of them, as a list; empty where it is absent or None."""
+        value = self.argument(index, name)
+        if isinstance(value, (list, tuple)):
+            return [int(str(item)) for item in value]
+        return [] if value is None else [int(str(value))]
 
     def slot(self, index: int, name: str) -> int | None:
         """Operand number of a tensor argument; None when it is absent or not a tensor."""
@@ -68,10 +85,14 @@ class Factors:
     lowering            factor -> name of its special lowering; results of those are as in `lowered_results`
     lowered_results     factor -> result types, where they differ from S/P
     linear              sets of operands in which the op is jointly linear: P in, P out
-    resection           (operand sections, result sections) by factor, where they differ (split of a packed dim)
+    windows             factor -> where the dim of each operand and result lies in the whole that the factor is, as [start, stop); None for
+                        one without the factor. Where a factor has no windows, all its dims are the whole, in units that may differ
+    units               factor -> how many pieces it has that may not be cut (groups of channels)
+    contiguous          factors that may not be cut by sections
     always              factor that is sharded wherever it divides: the op then never runs whole
     fallback            factor -> the factor that it stands in for: it is offered only where that one does not divide
-    extra               strategies that no single factor per dim can say; left out where a dim does not divide
+    extra               strategies that no single factor per dim can say; left out where a dim does not divide. One named `packed.f` belongs
+                        to factor f
     """
 
     operands: tuple[Dims, ...]
@@ -82,10 +103,26 @@ class Factors:
     lowering: Mapping[str, str] = field(default_factory=dict)
     lowered_results: Mapping[str, tuple[Type, ...]] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
-    resection: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    windows: Mapping[str, tuple[Window | None, ...]] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
+    contiguous: frozenset[str] = frozenset()
     extra: tuple[Strategy, ...] = ()
     fallback: Mapping[str, str] = field(default_factory=dict)
     always: str = ""
+
+    @property
+    def dims(self) -> tuple[Dims, ...]:
+        """Operands, then results."""
+        return (*self.operands, *self.results)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All factors that may be sharded, in order of appearance."""
+        named = dict.fromkeys(f for dims in self.dims for f in dims if f)
+        return tuple(f for f in named if f not in self.blocked)
+
+
+Rule = Callable[[Call], Factors]
 
 
 @dataclass(frozen=True)
@@ -97,17 +134,47 @@ class Strategy:
     results: tuple[Type, ...]
     lowering: str = ""
 
+    @property
+    def types(self) -> tuple[Type, ...]:
+        """Operands, then results."""
+        return (*self.operands, *self.results)
 
-@dataclass(frozen=True)
-class Refusal:
-    """A factor that exists and may be sharded by the rule, but whose size does not divide."""
 
-    factor: str
-    size: int
+def whole(call: Call) -> Factors:
+    """No dim may be sharded: every rank runs the op on whole operands."""
+    return Factors(tuple(("",) * len(v.shape) for v in call.operands), tuple(("",) * len(v.shape) for v in call.results))
+
+
+def dims_of(rank: int, but: frozenset[int] | set[int] = frozenset()) -> Dims:
+    """d0, d1, ... for the dims of a tensor; those in `but` are not sharded."""
+    return tuple("" if i in but else f"d{i}" for i in range(rank))
+
+
+def aligned(shape: tuple[int, ...], result: tuple[int, ...], names: Dims) -> Dims:
+    """Names of the dims of an operand that is broadcast to a result with `names`; a dim that is widened has none."""
+    shift = len(result) - len(shape)
+    return tuple(names[i + shift] if n == result[i + shift] else "" for i, n in enumerate(shape))
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that all are broadcast to."""
+    rank = max(map(len, shapes))
+    full = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*full, strict=True))
+
+
+def is_float(value: Value) -> bool:
+    return value.dtype.startswith(("float", "bfloat"))
 
 
 def uniform(call: Call, type_: Type, name: str) -> Strategy:
+    """Every operand and result of one type."""
     return Strategy(name, (type_,) * len(call.operands), (type_,) * len(call.results))
+
+
+def linear_strategy(call: Call, chosen: frozenset[int]) -> Strategy:
+    """P in the operands in which the op is linear, R in the others, P out."""
+    return Strategy("P", tuple(P if i in chosen else R for i in range(len(call.operands))), (P,) * len(call.results))
 
 
 def without_gradient(strategy: Strategy, call: Call) -> Strategy:
@@ -126,101 +193,20 @@ def without_gradient(strategy: Strategy, call: Call) -> Strategy:
 
 def factor_sizes(call: Call, factors: Factors, factor: str) -> Iterator[int]:
     """Sizes of every dim that carries a factor."""
-    for dims, value in zip((*factors.operands, *factors.results), (*call.operands, *call.results), strict=True):
+    for dims, value in zip(factors.dims, call.values, strict=True):
         for name, size in zip(dims, value.shape, strict=True):
             if name == factor:
                 yield size
 
 
-def sharded(dims: Dims, factor: str, sections: tuple[int, ...]) -> Type | None:
-    return shard(dims.index(factor), sections) if factor in dims else None
-
-
-def factor_strategy(call: Call, factors: Factors, factor: str, sections: tuple[int, ...]) -> Strategy | None:
-    """Shard one factor; None when a result lacks it and the rule does not sum over it."""
-    before, after = factors.resection.get(factor, (sections, sections))
-    summed = factor in factors.summed
-    operands = tuple(
-        sharded(dims, factor, before) or (P if summed and i in factors.additive else R)
-        for i, dims in enumerate(factors.operands)
-    )
-    if factor in factors.lowered_results:
-        return Strategy(factor, operands, factors.lowered_results[factor], factors.lowering.get(factor, ""))
-    results = tuple(sharded(dims, factor, after) or (P if summed else None) for dims in factors.results)
-    if any(t is None for t in results):
-        return None
-    return Strategy(factor, operands, tuple(t for t in results if t is not None), factors.lowering.get(factor, ""))
-
-
-def linear_strategy(call: Call, chosen: frozenset[int]) -> Strategy:
-    return Strategy("P", tuple(P if i in chosen else R for i in range(len(call.operands))), (P,) * len(call.results))
-
-
 def consistent(call: Call, strategy: Strategy) -> bool:
-    """Whether a value that is read twice is read as one type."""
+    """Whether a value that is read twice is read as one type, and only floats are P."""
     types = dict(zip(call.op.operands, strategy.operands, strict=True))
-    return all(types[name] == t for name, t in zip(call.op.operands, strategy.operands, strict=True))
+    agree = all(types[name] == t for name, t in zip(call.op.operands, strategy.operands, strict=True))
+    return agree and all(is_float(v) for v, t in zip(call.values, strategy.types, strict=True) if t == P)
 
 
 def divides(call: Call, strategy: Strategy, ranks: int) -> bool:
     """Whether every sharded dim, or every section of it, divides by the number of ranks."""
-    pairs = zip((*strategy.operands, *strategy.results), (*call.operands, *call.results), strict=True)
-    return not any(
-        part % ranks for t, v in pairs if t.kind == "S" for part in (t.sections or (v.shape[t.dim],))
-    )
-
-
-def factor_names(factors: Factors) -> tuple[str, ...]:
-    """All factors of a rule that may be sharded, in order of appearance."""
-    named = dict.fromkeys(f for dims in (*factors.operands, *factors.results) for f in dims if f)
-    return tuple(f for f in named if f not in factors.blocked)
-
-
-def strategies(
-    call: Call, factors: Factors | None, ranks: int, table: SectionTable, banned: frozenset[str] = frozenset()
-) -> tuple[tuple[Strategy, ...], tuple[Refusal, ...]]:
-    """Every legal strategy of a call on an axis of `ranks` ranks, and the factors refused for their size.
-
-    `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
-    """
-    found = [] if never_whole(call, factors, ranks) else [uniform(call, I, ""), uniform(call, R, "R")]
-    refused = []
-    for factor in factor_names(factors) if factors else ():
-        if factor in banned:
-            continue
-        first = factors.fallback.get(factor) if factors else None
-        if factors and first and not any(size % ranks for size in factor_sizes(call, factors, first)):
-            continue
-        sizes = tuple(factor_sizes(call, factors, factor)) if factors else ()
-        if any(size % ranks for size in sizes):
-            refused.append(Refusal(factor, next(s for s in sizes if s % ranks)))
-            continue
-        for sections in sections_of(factors, factor, sizes, table) if factors else ():
-            if any(part % ranks for part in sections):
-                continue
-            strategy = factor_strategy(call, factors, factor, sections) if factors else None
-            if strategy is not None:
-                found.append(strategy)
-    found.extend(s for s in (factors.extra if factors else ()) if divides(call, s, ranks))
-    if all(v.dtype.startswith(("float", "bfloat")) for v in call.results):
-        found.extend(linear_strategy(call, chosen) for chosen in (factors.linear if factors else ()))
-    settled = dict.fromkeys(without_gradient(s, call) for s in found if consistent(call, s))
-    return tuple({(s.operands, s.results): s for s in reversed(settled)}.values())[::-1], tuple(refused)
-
-
-def never_whole(call: Call, factors: Factors | None, ranks: int) -> bool:
-    """Whether the rule has a factor that is sharded wherever it divides, and it does."""
-    if factors is None or not factors.always or ranks == 1:
-        return False
-    return not any(size % ranks for size in factor_sizes(call, factors, factors.always))
-
-
-def sections_of(
-    factors: Factors, factor: str, sizes: tuple[int, ...], table: SectionTable
-) -> Sequence[tuple[int, ...]]:
-    """The ways to cut a factor into sections: those of its size, or what the rule itself demands."""
-    if factor in factors.resection:
-        return [factors.resection[factor][0]]
-    if factor in factors.lowering:
-        return ((),)
-    return ((), *table.get(sizes[0], ())) if len(set(sizes)) == 1 else ((),)
+    pairs = zip(strategy.types, call.values, strict=True)
+    return not any(part % ranks for t, v in pairs if t.kind == "S" for part in (t.sections or (v.shape[t.dim],)))

@@ -1,7 +1,8 @@
 """The rule table: which factors each ATen op has.
 
 A formula names the dims of operands and results ("... k, n k, n -> ... n"); "..." is any number of leading dims. Rules that
-depend on arguments are functions of the Call. An op that is not here runs replicated; nothing is guessed.
+depend on arguments are functions of the Call. An op that is not here runs replicated; nothing is guessed. WHOLE has the ops of
+which that is known, with the reason.
 
     rule_for(target)            the rule, or None
     register_rule(target, ...)  adds one for a user's own op
@@ -10,257 +11,158 @@ depend on arguments are functions of the Call. An op that is not here runs repli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from meshwright.compiler.rules import shapes
-from meshwright.compiler.rules.factors import Call, Dims, Factors
-from meshwright.plans.layout import I
-
-Rule = Callable[[Call], Factors]
-
-
-def pointwise(*linear: frozenset[int]) -> Rule:
-    """Broadcasting elementwise op; `linear` are the operand sets in which it is linear."""
-
-    def rule(call: Call) -> Factors:
-        result = call.results[0].shape
-        names = tuple(f"d{i}" for i in range(len(result)))
-        operands = []
-        for value in call.operands:
-            shift = len(result) - len(value.shape)
-            operands.append(
-                tuple(names[i + shift] if n == result[i + shift] else "" for i, n in enumerate(value.shape))
-            )
-        kept = tuple(s for s in linear if max(s) < len(operands))
-        return Factors(tuple(operands), (names,) * len(call.results), linear=kept)
-
-    return rule
+from meshwright.compiler.rules import contractions, indexing, pointwise, reductions, shapes
+from meshwright.compiler.rules.contractions import K, added_to, formula, ranked
+from meshwright.compiler.rules.factors import Call, Factors, Rule
+from meshwright.compiler.rules.pointwise import BOTH, FIRST
+from meshwright.compiler.rules.reductions import along, picked, reduced
+from meshwright.compiler.rules.shapes import channel_blocks, trailing, whole_dims
 
 
-def added(call: Call) -> Factors:
-    """add and sub: linear in both tensor operands together; adding a number to P would add it once per rank."""
-    linear = (frozenset({0, 1}),) if len(call.operands) == 2 else ()
-    return pointwise(*linear)(call)
+def table(rule: Rule, names: str) -> dict[str, Rule]:
+    """One rule for several ATen ops; a name without overload is the default one."""
+    return {f"aten.{name}" if "." in name else f"aten.{name}.default": rule for name in names.split()}
 
 
-def multiplied(call: Call) -> Factors:
-    """mul: linear in each operand."""
-    linear = (frozenset({0}), frozenset({1})) if len(call.operands) == 2 else (frozenset({0}),)
-    return pointwise(*linear)(call)
+ELEMENTWISE = """
+abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atan2 atanh bitwise_not bitwise_and.Scalar bitwise_and.Tensor
+bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Scalar bitwise_xor.Tensor __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor
+__xor__.Scalar __xor__.Tensor __lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor ceil celu clamp
+clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor clip clip.Tensor complex copysign.Tensor copysign.Scalar cos cosh
+deg2rad detach digamma dropout elu eq.Scalar eq.Tensor erf erfc erfinv exp exp2 expm1 floor floor_divide floor_divide.Scalar fmax fmin
+fmod.Scalar fmod.Tensor frac ge.Scalar ge.Tensor gelu greater.Scalar greater.Tensor gt.Scalar gt.Tensor hardshrink hardsigmoid hardswish
+hardtanh heaviside hypot imag isfinite isinf isnan isneginf isposinf le.Scalar le.Tensor leaky_relu less.Scalar less.Tensor lgamma log
+log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt.Scalar lt.Tensor max.other
+maximum min.other minimum mish nan_to_num ne.Scalar ne.Tensor not_equal.Tensor polar pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+rad2deg real reciprocal relu relu6 remainder.Scalar remainder.Tensor round round.decimals rsqrt rsub.Scalar selu sgn sigmoid sign
+signbit silu sin sinc sinh softplus softshrink special_expit sqrt square tan tanh threshold to.dtype trunc xlogy.Tensor
+xlogy.Scalar_Other
+"""
 
-
-def formula(text: str, **options: object) -> Rule:
-    """A rule from its notation. Operands beyond those written, or absent ones, are an error of the table."""
-    left, right = text.split("->")
-
-    def rule(call: Call) -> Factors:
-        operand_terms = [t.split() for t in left.split(",")][: len(call.operands)]
-        result_terms = [t.split() for t in right.split(",")]
-        lead = next(
-            (len(v.shape) - len(t) + 1 for t, v in zip(operand_terms, call.operands, strict=True) if "..." in t), 0
-        )
-        operands = tuple(spell(t, lead) for t in operand_terms)
-        return Factors(operands, tuple(spell(t, lead) for t in result_terms), **options)  # type: ignore[arg-type]
-
-    return rule
-
-
-def spell(term: list[str], lead: int) -> Dims:
-    """Dims of one term, "..." written out as `lead` factors."""
-    return tuple(f for name in term for f in ([f"lead{i}" for i in range(lead)] if name == "..." else [name]))
-
-
-def whole(argument: int, name: str, default: int) -> Rule:
-    """One operand; the dim that an argument names is not sharded (softmax, cumsum, sort, topk)."""
-
-    def rule(call: Call) -> Factors:
-        rank = len(call.operands[0].shape)
-        dim = call.argument(argument, name, default)
-        return nonlinear(lambda c: shapes.same_but(c, {int(dim) % rank} if rank else set()))(call)  # type: ignore[call-overload]
-
-    return rule
-
-
-def nonlinear(rule: Rule) -> Rule:
-    """The rule with no P to P."""
-
-    def restricted(call: Call) -> Factors:
-        found = rule(call)
-        return Factors(found.operands, found.results, blocked=found.blocked)
-
-    return restricted
-
-
-def reduction(lowering: str) -> Rule:
-    """sum and mean over dims: a reduced dim may be sharded, the result is then P."""
-
-    def rule(call: Call) -> Factors:
-        before, after = call.operands[0].shape, call.results[0].shape
-        rank = len(before)
-        given = call.argument(1, "dim", None)
-        dims = [int(d) % rank for d in given] if isinstance(given, (list, tuple)) and given else list(range(rank))
-        keep = len(before) == len(after)
-        names = tuple(f"d{i}" for i in range(rank))
-        result = tuple("" if i in dims else names[i] for i in range(rank) if keep or i not in dims)
-        reduced = frozenset(names[i] for i in dims)
-        lowered = {f: lowering for f in reduced} if lowering else {}
-        return Factors((names,), (result,), summed=reduced, lowering=lowered, linear=(frozenset({0}),))
-
-    return rule
-
-
-def normalized(call: Call) -> Factors:
-    """layer_norm and rms_norm: the normalised dims, last ones, are whole."""
-    width = len(call.op.args[1])  # type: ignore[arg-type]
-    rank = len(call.operands[0].shape)
-    names = tuple("" if i >= rank - width else f"d{i}" for i in range(rank))
-    return Factors((names, *(("",) * width,) * (len(call.operands) - 1)), (names,))
-
-
-def embedding(call: Call) -> Factors:
-    """embedding(weight (v, h), ids ...) -> ... h: v by masked lookup (vocabulary parallel; Megatron-LM, arXiv 1909.08053, 3).
-
-    A table is cut by rows, as the head that it is often tied to needs it; by columns only where its rows do not divide.
-    """
-    ids = tuple(f"i{d}" for d in range(len(call.operands[1].shape)))
-    return Factors((("v", "h"), ids), ((*ids, "h"),), summed=frozenset({"v"}), lowering={"v": "vocabulary"}, fallback={"h": "v"})
-
-
-def cross_entropy_sum(call: Call) -> Factors:
-    """logits (t, v), targets (t,): the tokens sum; v by vocabulary-parallel log-softmax (arXiv 1909.08053, section 3).
-
-    Where v divides, no rank ever holds logits over the whole vocabulary, the largest activation of most models.
-    """
-    if len(call.operands[0].shape) != 2:
-        return Factors(tuple(("",) * len(v.shape) for v in call.operands), ((),))
-    return Factors(
-        (("t", "v"), ("t",)),
-        ((),),
-        summed=frozenset({"t"}),
-        lowering={"v": "vocabulary"},
-        lowered_results={"v": (I,)},
-        always="v",
-    )
-
-
-def attention(call: Call) -> Factors:
-    """q (b h s d), k (b k t d), v (b k t e), mask -> (b h s e): heads, query positions, batch; never keys (softmax)."""
-    names: list[Dims] = [("b", "h", "s", ""), ("b", "h", "", ""), ("b", "h", "", "")]
-    if len(call.operands[0].shape) != 4:
-        return Factors(tuple(("",) * len(v.shape) for v in call.operands), tuple(("",) * len(v.shape) for v in call.results))
-    mask = call.slot(3, "attn_mask")
-    if mask is not None:
-        shape = call.operands[mask].shape
-        full = ("b", "h", "s", "")[4 - len(shape) :]
-        names.append(tuple(name if size != 1 else "" for name, size in zip(full, shape, strict=True)))
-    causal = bool(call.argument(5, "is_causal", False))
-    return Factors(tuple(names), (("b", "h", "s", ""),), blocked=frozenset({"s"} if causal else ()))
-
-
-def matmul(call: Call) -> Factors:
-    """matmul of operands of 2 dims or more, leading dims broadcast."""
-    a, b, result = (v.shape for v in (*call.operands, call.results[0]))
-    if min(len(a), len(b)) < 2:
-        return Factors((("",) * len(a), ("",) * len(b)), (("",) * len(result),))
-    lead = tuple(f"lead{i}" for i in range(len(result) - 2))
-
-    def leading(shape: tuple[int, ...]) -> Dims:
-        own = lead[len(lead) - (len(shape) - 2) :] if len(shape) > 2 else ()
-        return tuple(f if n == result[lead.index(f)] else "" for f, n in zip(own, shape, strict=False))
-
-    return Factors(
-        ((*leading(a), "m", "k"), (*leading(b), "k", "n")),
-        ((*lead, "m", "n"),),
-        summed=frozenset({"k"}),
-        linear=(frozenset({0}), frozenset({1})),
-    )
-
-
-def index(call: Call) -> Factors:
-    """x[indices]: dims that are not indexed are factors, when the indexed ones lead."""
-    x = call.operands[0].shape
-    indices = call.op.args[1]
-    if not isinstance(indices, (list, tuple)) or any(i is None for i in indices):
-        return Factors(tuple(("",) * len(v.shape) for v in call.operands), (("",) * len(call.results[0].shape),))
-    kept = len(x) - len(indices)
-    names = tuple(f"d{i}" for i in range(kept))
-    rank = len(call.results[0].shape)
-    first = (*("",) * len(indices), *names)
-    others = tuple(("",) * len(v.shape) for v in call.operands[1:])
-    return Factors((first, *others), ((*("",) * (rank - kept), *names),), linear=(frozenset({0}),))
-
-
-def grouped(call: Call) -> Factors:
-    """grouped_mm(x (t, k), w (e, k, n), offsets (e)) -> (t, n)."""
-    rest = tuple(("",) * len(v.shape) for v in call.operands[2:])
-    return Factors((("", "k"), ("", "k", "n"), *rest), (("", "n"),), summed=frozenset({"k"}), linear=(frozenset({0}),))
-
-
-def token_mean(call: Call) -> Factors:
-    """A scalar over a count: linear in the scalar."""
-    return Factors(tuple(() for _ in call.operands), ((),), linear=(frozenset({0}),))
-
-
-ELEMENTWISE = """abs neg exp expm1 log log1p sqrt rsqrt reciprocal sin cos tanh sigmoid silu gelu relu erf softplus log_sigmoid
-square clamp clamp_min clamp_max pow floor ceil round bitwise_not logical_not logical_and logical_or __and__ __or__ eq ne lt le gt ge
-minimum maximum where masked_fill remainder floor_divide leaky_relu elu hardtanh mish type_as to clone contiguous dropout
-zeros_like ones_like full_like""".split()
-
-OVERLOADS = """default Tensor Scalar Tensor_Scalar Tensor_Tensor self ScalarOther ScalarSelf dtype dtype_layout device other
-prim_Device""".split()
-
-VIEWS = """view.default reshape.default flatten.using_ints unflatten.int unsqueeze.default squeeze.dim squeeze.dims squeeze.default
-_unsafe_view.default view_as.default reshape_as.default""".split()
+KEYWORD = 99
+"""Place of an argument that is only given by name."""
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}.{overload}": pointwise() for name in ELEMENTWISE for overload in OVERLOADS},
-    **{f"aten.{name}.{o}": added for name in ("add", "sub") for o in ("Tensor", "Scalar")},
-    **{f"aten.{name}.{o}": multiplied for name in ("mul", "multiply") for o in ("Tensor", "Scalar")},
-    **{f"aten.div.{o}": pointwise(frozenset({0})) for o in ("Tensor", "Scalar")},
-    "aten.neg.default": pointwise(frozenset({0})),
-    "aten.rsub.Scalar": pointwise(),
-    "aten.pow.Scalar": pointwise(),
-    "aten.clone.default": pointwise(frozenset({0})),
-    "aten.contiguous.default": pointwise(frozenset({0})),
-    **{f"aten.{name}": shapes.view for name in VIEWS},
-    **{f"aten.{name}": shapes.permute for name in ("permute.default", "transpose.int", "t.default", "numpy_T.default")},
-    "aten.expand.default": shapes.expand,
-    "aten.expand_as.default": nonlinear(shapes.expand),
-    "aten.slice.Tensor": shapes.slice_dim,
-    "aten.select.int": shapes.select,
-    "aten.unbind.int": shapes.select,
-    **{f"aten.{name}": shapes.split for name in ("split.Tensor", "split_with_sizes.default", "chunk.default")},
-    **{f"aten.{name}.default": shapes.cat for name in ("cat", "concat", "concatenate")},
-    "aten.stack.default": shapes.stack,
-    "aten.pad.default": shapes.pad,
-    "aten.slice_scatter.default": shapes.slice_scatter,
-    "aten.select_scatter.default": shapes.slice_scatter,
-    "aten.linear.default": formula(
-        "... k, n k, n -> ... n", summed=frozenset({"k"}), additive=frozenset({2}), linear=()
-    ),
-    "aten.addmm.default": formula("n, m k, k n -> m n", summed=frozenset({"k"}), additive=frozenset({0})),
-    "aten.mm.default": formula("m k, k n -> m n", summed=frozenset({"k"})),
-    "aten.bmm.default": formula("b m k, b k n -> b m n", summed=frozenset({"k"})),
-    "aten.matmul.default": matmul,
-    "aten.scaled_dot_product_attention.default": attention,
-    "aten.softmax.int": whole(1, "dim", -1),
-    "aten.log_softmax.int": whole(1, "dim", -1),
-    "aten.cumsum.default": whole(1, "dim", -1),
-    "aten.sort.default": whole(1, "dim", -1),
-    "aten.argsort.default": whole(1, "dim", -1),
-    "aten.topk.default": whole(2, "dim", -1),
-    "aten.layer_norm.default": normalized,
-    "aten.rms_norm.default": normalized,
-    "aten.mean.dim": reduction("mean"),
-    "aten.mean.default": reduction("mean"),
-    "aten.sum.dim_IntList": reduction(""),
-    "aten.sum.default": reduction(""),
-    "aten.embedding.default": embedding,
-    "aten.index.Tensor": index,
-    "transformers.grouped_mm_fallback.default": grouped,
-    "mw.cross_entropy_sum": cross_entropy_sum,
-    "mw.token_mean": token_mean,
-}
+    **table(pointwise.pointwise(), ELEMENTWISE),
+    **table(pointwise.pointwise(FIRST), "neg negative clone contiguous alias positive"),
+    **table(pointwise.added, "add.Tensor add.Scalar sub.Tensor sub.Scalar subtract.Tensor rsub.Tensor"),
+    **table(pointwise.multiplied, "mul.Tensor mul.Scalar multiply.Tensor multiply.Scalar"),
+    **table(pointwise.divided, "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tensor true_divide.Tensor"),
+    **table(pointwise.pointwise(BOTH), "lerp.Scalar lerp.Tensor addcdiv"),
+    **table(pointwise.pointwise(BOTH, frozenset({0, 2})), "addcmul"),
+    **table(pointwise.where, "where.self where.ScalarOther where.ScalarSelf where.Scalar"),
+    **table(pointwise.masked_fill, "masked_fill.Scalar masked_fill.Tensor"),
+    **table(pointwise.filled, "fill.Scalar fill.Tensor copy"),
+    **table(pointwise.prelu, "prelu"),
+    **table(pointwise.bucketize, "bucketize.Tensor"),
+    **table(pointwise.loss(2), "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"),
+    **table(pointwise.loss(3), "binary_cross_entropy"),
+    **table(pointwise.loss(4), "binary_cross_entropy_with_logits"),
+    # shapes
+    **table(shapes.view, "view reshape flatten.using_ints unflatten.int unsqueeze squeeze squeeze.dim squeeze.dims _unsafe_view view_as "
+                         "reshape_as ravel"),
+    **table(shapes.permute, "permute transpose.int t numpy_T mT adjoint movedim.int movedim.intlist swapaxes swapdims"),
+    **table(shapes.expand, "expand expand_as broadcast_to"),
+    **table(shapes.broadcast_tensors, "broadcast_tensors"),
+    **table(shapes.meshgrid, "meshgrid meshgrid.indexing"),
+    **table(shapes.slice_dim, "slice.Tensor narrow"),
+    **table(shapes.slice_scatter, "slice_scatter"),
+    **table(shapes.select, "select.int unbind.int"),
+    **table(shapes.select_scatter, "select_scatter"),
+    **table(shapes.diagonal, "diagonal diagonal_scatter"),
+    **table(shapes.diag_embed, "diag_embed"),
+    **table(shapes.split, "split.Tensor split.sizes split_with_sizes chunk unsafe_split.Tensor unsafe_chunk tensor_split.sections "
+                          "tensor_split.indices"),
+    **table(shapes.cat, "cat concat concatenate"),
+    **table(shapes.stack, "stack"),
+    **table(shapes.pad, "pad constant_pad_nd"),
+    **table(shapes.repeat, "repeat tile"),
+    **table(shapes.repeat_interleave, "repeat_interleave.self_int"),
+    **table(whole_dims(1, "dims"), "flip"),
+    **table(whole_dims(2, "dims", every=True), "roll"),
+    **table(whole_dims(2, "dim", linear=False), "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"),
+    **table(whole_dims(2, "dim", every=True, linear=False), "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift"),
+    **table(trailing(2, linear=True), "tril triu "
+                                      "avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+                                      "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec"),
+    **table(trailing(1, linear=True), "avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d upsample_nearest1d.vec "
+                                      "upsample_linear1d.vec"),
+    **table(trailing(3, linear=True), "avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d upsample_nearest3d.vec "
+                                      "upsample_trilinear3d.vec"),
+    **table(trailing(1), "max_pool1d adaptive_max_pool1d max_pool1d_with_indices"),
+    **table(trailing(2), "max_pool2d max_pool2d_with_indices adaptive_max_pool2d linalg_inv inverse linalg_det det linalg_cholesky cholesky "
+                         "linalg_matrix_exp matrix_exp linalg_pinv linalg_matrix_power matrix_power "
+                         "logdet linalg_slogdet"),
+    **table(trailing(3), "max_pool3d max_pool3d_with_indices adaptive_max_pool3d"),
+    **table(shapes.unfold, "unfold"),
+    **table(shapes.diff, "diff"),
+    **table(channel_blocks(-3), "pixel_shuffle pixel_unshuffle im2col"),
+    **table(channel_blocks(-2), "col2im"),
+    **table(shapes.complex_pair, "view_as_complex view_as_real"),
+    **table(shapes.gated, "glu"),
+    **table(shapes.one_hot, "one_hot"),
+    # contractions
+    **table(formula("... k, n k, n -> ... n", summed=K, additive=frozenset({2})), "linear"),
+    **table(ranked(formula("m k, k n -> m n", summed=K), 2, 2), "mm"),
+    **table(ranked(formula("b m k, b k n -> b m n", summed=K), 3, 3), "bmm"),
+    **table(ranked(formula("m k, k -> m", summed=K), 2, 1), "mv"),
+    **table(ranked(formula("k, k ->", summed=K), 1, 1), "dot vdot inner"),
+    **table(ranked(formula("m, n -> m n"), 1, 1), "outer ger"),
+    **table(added_to(formula("m k, k n -> m n", summed=K)), "addmm"),
+    **table(added_to(formula("m k, k -> m", summed=K)), "addmv"),
+    **table(added_to(formula("b m k, b k n -> b m n", summed=K)), "baddbmm"),
+    **table(added_to(formula("b m k, b k n -> m n", summed=K | {"b"})), "addbmm"),
+    **table(contractions.matmul, "matmul"),
+    **table(contractions.einsum, "einsum"),
+    **table(contractions.bilinear, "bilinear"),
+    **table(contractions.cdist, "cdist"),
+    **table(contractions.convolution(False, 6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
+    **table(contractions.convolution(True, 6), "conv_transpose1d conv_transpose2d.input conv_transpose3d.input"),
+    **table(contractions.convolution(False, 8), "convolution"),
+    **table(contractions.attention, "scaled_dot_product_attention"),
+    "transformers.grouped_mm_fallback.default": contractions.grouped,
+    # reductions, scans, normalisation
+    **table(reductions.summed(), "sum.dim_IntList"),
+    **table(reductions.summed(lowering="mean"), "mean.dim"),
+    **table(reductions.summed(-1), "sum"),
+    **table(reductions.summed(-1, lowering="mean"), "mean"),
+    **table(reduced(), "amax amin max.dim min.dim argmax argmin any.dim any.dims all.dim all.dims prod.dim_int logsumexp var.dim std.dim "
+                       "var.correction std.correction var_mean.correction std_mean.correction nansum count_nonzero.dim_IntList"),
+    **table(reduced(-1), "max min any all prod var std median nanmedian count_nonzero"),
+    **table(reduced(KEYWORD), "aminmax"),
+    **table(reduced(2), "linalg_vector_norm norm.ScalarOpt_dim"),
+    **table(picked(1), "median.dim nanmedian.dim mode"),
+    **table(picked(2), "kthvalue"),
+    **table(along(1), "softmax.int log_softmax.int sort argsort cummax cummin cumprod logcumsumexp msort"),
+    **table(along(1, linear=True), "cumsum"),
+    **table(along(2), "topk"),
+    **table(along(KEYWORD), "sort.stable argsort.stable"),
+    **table(reductions.histogram, "histc"),
+    **table(reductions.normalized, "layer_norm rms_norm"),
+    **table(reductions.group_norm, "group_norm"),
+    **table(reductions.batch_norm, "batch_norm"),
+    **table(reductions.instance_norm, "instance_norm"),
+    **table(reductions.weight_norm, "_weight_norm"),
+    **table(reductions.distance, "cosine_similarity pairwise_distance"),
+    **table(reductions.class_loss(3), "nll_loss nll_loss_nd nll_loss2d cross_entropy_loss"),
+    "mw.cross_entropy_sum": reductions.cross_entropy_sum,
+    "mw.token_mean": reductions.token_mean,
+    # indices
+    **table(indexing.embedding, "embedding"),
+    **table(indexing.index, "index.Tensor"),
+    **table(indexing.index_put, "index_put"),
+    **table(indexing.gather, "gather"),
+    **table(indexing.take_along_dim, "take_along_dim"),
+    **table(indexing.take, "take"),
+    **table(indexing.scatter, "scatter.src scatter.value"),
+    **table(indexing.scatter_add, "scatter_add"),
+    **table(indexing.index_select, "index_select"),
+    **table(indexing.index_add, "index_add"),
+    **table(indexing.index_copy, "index_copy"),
+    **table(indexing.index_fill, "index_fill.int_Scalar index_fill.int_Tensor"),
+    **table(indexing.searchsorted, "searchsorted.Tensor"),
+    **table(indexing.masked_scatter, "masked_scatter"),
+}  # fmt: skip
 
 
 def rule_for(target: str) -> Rule | None:
@@ -271,14 +173,26 @@ def rule_for(target: str) -> Rule | None:
 def register_rule(target: str, rule: Rule | str, **options: object) -> None:
     """Teach a custom op ("mylib.myop.default"): a formula such as "... k, n k -> ... n" or a function of the Call.
 
-    `options` are fields of Factors, e.g. summed=frozenset({"k"}). Raises ValueError for an op that has a rule already.
+    `options` are fields of Factors for a formula, e.g. summed=frozenset({"k"}). Raises ValueError for an op that has a rule already and for
+    a text that is no formula, TypeError for an unknown option. docs/rules.md has examples.
     """
     if target in RULES:
         raise ValueError(f"op {target} has a rule already")
+    if not isinstance(rule, str) and options:
+        raise TypeError(f"op {target}: options {', '.join(options)} go with a formula; a function returns them in its Factors")
     RULES[target] = formula(rule, **options) if isinstance(rule, str) else rule
 
 
 def factors_of(call: Call) -> Factors | None:
-    """The factors of a call, or None when its op has no rule."""
+    """The factors of a call, or None when its op has no rule. ValueError for a rule that does not fit the call."""
     rule = rule_for(call.op.target)
-    return rule(call) if rule is not None else None
+    if rule is None:
+        return None
+    found = rule(call)
+    named, ranks = tuple(map(len, found.dims)), tuple(len(v.shape) for v in call.values)
+    if named != ranks or len(found.operands) != len(call.operands):
+        raise ValueError(
+            f"{call.op.module or 'model'}: the rule of {call.op.target} names {list(named)} dims of its operands and results; "
+            f"they have {list(ranks)}"
+        )
+    return found
