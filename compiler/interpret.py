@@ -26,9 +26,15 @@ def token_mean(total: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     return total / denominator.to(total.dtype)
 
 
+def batch_mean(statistic: torch.Tensor) -> torch.Tensor:
+    """One process has all rows."""
+    return statistic
+
+
 MW: dict[str, Callable[..., torch.Tensor]] = {
     "mw.cross_entropy_sum": cross_entropy_sum,
     "mw.token_mean": token_mean,
+    "mw.batch_mean": batch_mean,
 }
 
 

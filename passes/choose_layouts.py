@@ -6,7 +6,8 @@ The problem (solved by passes.solver_layout)
     objective    modelled seconds of one micro-batch over the whole model: compute of each op under its strategy, forward and backward, and
                  the conversions between types, each value's conversion paid once per consuming segment; times the number of members
     parameters   R storage adds one gradient all-reduce per step, shared by the micro-batches. On the tensor axis memory comes first: a
-                 parameter that matters (at least MATTERS of the largest one) pays PRICE_S_PER_BYTE for every byte that is left whole
+                 parameter that matters (its matrices have at least MATTERS of the elements of the largest ones in its kind of segment)
+                 pays PRICE_S_PER_BYTE for every byte that is left whole
     hoisting     a sliced parameter is used as its slice, and what is used as R is stored as R: the tensor axis neither gathers weights nor
                  reduces their gradients inside a micro-batch
     pins         result types and parameter types given by the user are the only options of their choice
@@ -35,7 +36,7 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, R, Type, shard
 from meshwright.plans.patterns import compress
 
-MATTERS = 0.01
+MATTERS = 0.02
 SAME = "same "
 TABLE_ROWS = 128
 """Tables with fewer rows (token types) are not worth a note."""
@@ -84,6 +85,26 @@ def parameter_class(kinds: Kinds, parameter: Parameter) -> str:
         if segment.prefix and own is not None:
             return f"{segment.kind}:{own}"
     return parameter.path
+
+
+def matrix_size(parameter: Parameter) -> int:
+    """Elements of a parameter's largest matrix: one expert's, one tap's of a convolution."""
+    return prod(sorted(parameter.value.shape)[-2:])
+
+
+def reader_kinds(kinds: Kinds, parameter: Parameter) -> tuple[str, ...]:
+    """Kinds of the segments that read a parameter."""
+    readers = kinds.graph.consumers.get(parameter.value.name, ())
+    return tuple(dict.fromkeys(kinds.segment_of_op[i].kind for i in readers if i in kinds.segment_of_op))
+
+
+def largest_matrices(kinds: Kinds) -> dict[str, int]:
+    """matrix_size of the largest parameter that each kind reads."""
+    found: dict[str, int] = {}
+    for parameter in kinds.graph.parameters:
+        for name in reader_kinds(kinds, parameter):
+            found[name] = max(found.get(name, 1), matrix_size(parameter))
+    return found
 
 
 def choose_layouts(problem: LayoutProblem) -> LayoutChoice:
@@ -147,7 +168,7 @@ class Builder:
         self.seen: set[tuple[str, str]] = set()
         self.known_edges: set[Edge] = set()
         self.forced = sequence_types(problem) if problem.sequence_parallel == "on" else {}
-        self.largest = max((prod(p.value.shape) for p in self.graph.parameters), default=1)
+        self.largest = largest_matrices(problem.kinds)
 
     def add(self, choice: Choice, values: tuple[Value, ...]) -> int:
         self.choices.append(choice)
@@ -201,13 +222,16 @@ class Builder:
         cost = 0.0
         if type_ == R:
             cost += conversion_s(I, R, size, self.problem.legal.ranks, self.problem.link, True)[1] / self.problem.micro_batches
-        if type_.kind != "S" and self.matters(value.shape):
+        if type_.kind != "S" and self.matters(members[0]):
             cost += size * PRICE_S_PER_BYTE
         return cost * len(members)
 
-    def matters(self, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of this shape is a matrix of some size."""
-        return len(shape) > 1 and prod(shape) >= MATTERS * self.largest
+    def matters(self, parameter: Parameter) -> bool:
+        """Whether a parameter is a matrix of some size among those of its kind of segment."""
+        if len(parameter.value.shape) < 2:
+            return False
+        largest = [self.largest[name] for name in reader_kinds(self.problem.kinds, parameter)]
+        return bool(largest) and matrix_size(parameter) >= MATTERS * min(largest)
 
     def add_ops(self) -> None:
         """One choice per op class, one edge per operand that a choice makes."""
@@ -357,7 +381,7 @@ def whole_parameters(problem: LayoutProblem, builder: Builder, answer: tuple[int
     for parameter in problem.kinds.graph.parameters:
         choice = builder.choice_of_parameter[parameter.path]
         shape = parameter.value.shape
-        if parameter.path in problem.pins.parameters or not builder.matters(shape):
+        if parameter.path in problem.pins.parameters or not builder.matters(parameter):
             continue
         if builder.choices[choice].options[answer[choice]].yields[0].kind != "S":
             found.setdefault(shape, []).append(parameter.path)

@@ -5,6 +5,7 @@
     vocab_embedding                   rows of a table sharded over the vocabulary; the result is P
     linear, column_linear             runtime.linear
     cross_entropy_sum, vocab_cross_entropy_sum, token_mean      runtime.loss
+    batch_mean                        a batch statistic over the rows of all dp ranks
     own_heads                         the key heads of a rank's query heads
     dropout, sdpa                     runtime.random
     grouped_mm                        runtime.grouped
@@ -33,6 +34,7 @@ from meshwright.runtime.main_gradients import add_rows
 from meshwright.runtime.random import dropout, sdpa
 
 __all__ = [
+    "batch_mean",
     "column_linear",
     "combine",
     "convert",
@@ -148,6 +150,12 @@ class _VocabEmbedding(torch.autograd.Function):
 
 
 _vocab_embedding: Callable[..., Tensor] = _VocabEmbedding.apply
+
+
+def batch_mean(x: Tensor, dp: Axis) -> Tensor:
+    """Mean of a statistic (any shape) over the dp ranks, the same on each. Every rank's loss counts 1/dp of what follows, so the gradient
+    is summed over them on its way back (Qiu et al., arXiv 2501.11873: router balance over the global batch)."""
+    return x if dp.size == 1 else convert(x, dp, "P -> R") / dp.size
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:

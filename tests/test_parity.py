@@ -23,6 +23,8 @@ CASES = [
     ("t5", {"layers": 2}, "pp=2,tp=2", {"micro_batch": 2}),
     ("t5", {"layers": 3}, "pp=4", {"micro_batch": 2}),
     ("mixtral", {"layers": 2}, "pp=2,tp=2", {"micro_batch": 4}),
+    ("mixtral", {"layers": 2, "output_router_logits": True}, "dp=2,ep=2,tp=2", {"micro_batch": 4}),  # router loss over both dp ranks
+    ("mixtral", {"layers": 2}, "pp=2,dp=2,ep=2", {"micro_batch": 2}),
 ]  # fmt: skip
 
 

@@ -69,11 +69,12 @@ def literal(value: object) -> str:
 
 
 def numbers(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
+    """A size as arguments."""
+    return ", ".join(map(str, values)) or "()"
 
 
 def reshape(site: Site) -> str:
-    return f"{site.argument(0, 'self')}.reshape({numbers(site.local_shapes[0]) or '()'})"
+    return f"{site.argument(0, 'self')}.reshape({numbers(site.local_shapes[0])})"
 
 
 def expand(site: Site) -> str:
@@ -169,6 +170,10 @@ def mean(site: Site) -> str:
     return f"{text} / {site.ranks}" if site.strategy.lowering == "mean" else text
 
 
+def batch_mean(site: Site) -> str:
+    return f'ops.batch_mean({site.argument(0, "statistic")}, rt.axis("dp"))'
+
+
 def token_mean(site: Site) -> str:
     return f"ops.token_mean({site.argument(0, 'loss')}, {site.argument(1, 'denominator')})"
 
@@ -253,6 +258,7 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
     **{f"aten.{name}.default": mean for name in LOSSES},
     "mw.cross_entropy_sum": cross_entropy,
     "mw.token_mean": token_mean,
+    "mw.batch_mean": batch_mean,
     "transformers.grouped_mm_fallback.default": grouped,
 }
 

@@ -80,7 +80,7 @@ RULES: dict[str, Rule] = {
     **table(shapes.repeat_interleave, "repeat_interleave.self_int"),
     **table(whole_dims(1, "dims"), "flip"),
     **table(whole_dims(2, "dims", every=True), "roll"),
-    **table(whole_dims(2, "dim", linear=False), "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"),
+    **table(along(2), "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"),
     **table(whole_dims(2, "dim", every=True, linear=False), "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift"),
     **table(trailing(2, linear=True), "tril triu "
                                       "avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
@@ -127,8 +127,8 @@ RULES: dict[str, Rule] = {
     **table(reductions.summed(-1), "sum"),
     **table(reductions.summed(-1, lowering="mean"), "mean"),
     **table(reduced(), "amax amin max.dim min.dim argmax argmin any.dim any.dims all.dim all.dims prod.dim_int logsumexp var.dim std.dim "
-                       "var.correction std.correction var_mean.correction std_mean.correction nansum count_nonzero.dim_IntList"),
-    **table(reduced(-1), "max min any all prod var std median nanmedian count_nonzero"),
+                       "var.correction std.correction var_mean.correction std_mean.correction nansum count_nonzero count_nonzero.dim_IntList"),
+    **table(reduced(-1), "max min any all prod var std median nanmedian"),
     **table(reduced(KEYWORD), "aminmax"),
     **table(reduced(2), "linalg_vector_norm norm.ScalarOpt_dim"),
     **table(picked(1), "median.dim nanmedian.dim mode"),
@@ -147,6 +147,7 @@ RULES: dict[str, Rule] = {
     **table(reductions.class_loss(3), "nll_loss nll_loss_nd nll_loss2d cross_entropy_loss"),
     "mw.cross_entropy_sum": reductions.cross_entropy_sum,
     "mw.token_mean": reductions.token_mean,
+    "mw.batch_mean": pointwise.pointwise(FIRST),
     # indices
     **table(indexing.embedding, "embedding"),
     **table(indexing.index, "index.Tensor"),
