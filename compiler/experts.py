@@ -27,6 +27,7 @@ from meshwright.compiler.rules.table import factors_of
 
 GROUPED = "transformers.grouped_mm_fallback.default"
 BATCHED = frozenset({"aten.bmm.default", "aten.matmul.default", "aten.baddbmm.default", "aten.einsum.default"})
+CUMSUM, HISTC = "aten.cumsum.default", "aten.histc.default"
 EP = "ep"
 
 
@@ -35,7 +36,9 @@ class Region:
     """Ops of one kind that run where their experts are; positions are those of the kind.
 
     offsets      graph name, in the representative, of the ends of every expert's rows; "" in a batched region
+    ids          graph name of the sorted expert of every row, when biases are looked up by it; "" otherwise
     ops          positions whose results have rows of the ranks' own experts
+    bias_ops     those of them that look up a bias by `ids`
     weight_ops   positions that reshape expert weights on the way
     entering     values of the representative whose rows are sent to their experts
     leaving      results of `ops` that are read outside: brought back
@@ -45,9 +48,11 @@ class Region:
 
     kind: str
     offsets: str
+    ids: str
     num_experts: int
     rows: int
     ops: frozenset[int]
+    bias_ops: frozenset[int]
     weight_ops: frozenset[int]
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
@@ -142,10 +147,13 @@ class Search:
         experts = first.operands[slot].shape[0]
         if experts % self.ranks:
             raise NoRegion(f"{first.op.module}: {experts} experts do not divide by {EP}={self.ranks}")
-        ops = cores | self.between(cores)
-        for position in sorted(ops - cores):
+        ids = self.sorted_ids(first.operands[2].name, experts) if grouped else ""
+        inner = cores | self.between(cores)
+        biases = self.bias_lookups(inner, ids, experts)
+        ops = inner | biases
+        for position in sorted(inner - cores):
             self.check_rows(self.calls[position], ops, 1 if grouped else 2)
-        weights = {v.name for p in cores for v in self.calls[p].operands if v.name in self.stems}
+        weights = {v.name for p in cores | biases for v in self.calls[p].operands if v.name in self.stems}
         weight_ops = self.weight_ops(weights)
         stems = {self.stems[name] for name in weights}
         leaving = self.leaving(ops)
@@ -156,11 +164,13 @@ class Search:
         return Region(
             self.kind.name,
             first.operands[2].name if grouped else "",
+            ids if biases else "",
             experts,
             rows_of.shape[0 if grouped else 1],
             frozenset(ops),
+            biases,
             weight_ops,
-            self.entering(ops, 1 if grouped else 2),
+            self.entering(ops, biases, 1 if grouped else 2),
             leaving,
             tuple(path for stem in sorted(stems) for path in self.paths(stem)),
         )
@@ -180,6 +190,40 @@ class Search:
                 pending.extend(self.made[v.name] for v in self.calls[position].operands if v.name in self.made)
         return frozenset(after & before - cores)
 
+    def sorted_ids(self, offsets: str, experts: int) -> str:
+        """The sorted expert ids that offsets count: offsets = cumsum(histc(ids)); "" when they are made otherwise."""
+        name = offsets
+        for target in (CUMSUM, HISTC):
+            call = self.made_by(name, target)
+            if call is None or (target == HISTC and tuple(call.op.args[1:]) != (experts, 0, experts - 1)):
+                return ""
+            name = call.operands[0].name
+        while (cast := self.made_by(name, "aten.to.dtype")) is not None:
+            name = cast.operands[0].name
+        found = self.made_by(name, "aten.sort.default")
+        return name if found is not None and found.results[0].name == name else ""
+
+    def made_by(self, name: str, target: str) -> Call | None:
+        """The call that makes a value, if it is one of this target."""
+        call = self.calls[self.made[name]] if name in self.made else None
+        return call if call is not None and call.op.target == target else None
+
+    def bias_lookups(self, inner: frozenset[int], ids: str, experts: int) -> frozenset[int]:
+        """Lookups bias[ids] of a bias (E, n) that the region alone reads."""
+        readers = {self.segment.ops[p] for p in inner}
+        return frozenset(
+            position
+            for position, call in enumerate(self.calls)
+            if call.op.target == "aten.index.Tensor"
+            and ids
+            and [v.name for v in call.operands[1:]] == [ids]
+            and isinstance(call.op.args[1], (list, tuple))
+            and len(call.op.args[1]) == 1
+            and call.operands[0].name in self.stems
+            and call.operands[0].shape[0] == experts
+            and set(self.graph.consumers.get(call.results[0].name, ())) <= readers
+        )
+
     def check_rows(self, call: Call, ops: frozenset[int], dims: int) -> None:
         """Whether an op keeps its rows apart: operands either have the row dims first, or are the same on every rank."""
         for slot, value in enumerate(call.operands):
@@ -189,13 +233,15 @@ class Search:
             if inside or not self.is_everywhere(value) or touches_rows(call, slot, dims):
                 raise NoRegion(f"{call.op.module}: {call.op.target} between the experts' products does not keep rows apart")
 
-    def entering(self, ops: frozenset[int], dims: int) -> tuple[str, ...]:
+    def entering(self, ops: frozenset[int], biases: frozenset[int], dims: int) -> tuple[str, ...]:
         """Values made outside whose rows the region reads."""
         found: dict[str, None] = {}
         for position in sorted(ops):
             call = self.calls[position]
             for slot, value in enumerate(call.operands):
-                rows = slot == 0 if call.op.target == GROUPED else leads(call, slot, dims)
+                rows = leads(call, slot, dims)
+                if call.op.target == GROUPED or position in biases:
+                    rows = slot == (position in biases)
                 if rows and value.name not in self.stems and self.made.get(value.name, -1) not in ops:
                     found[value.name] = None
         return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.compiler.assignment import Assignment
@@ -81,7 +81,9 @@ class FunctionWriter:
         self.moved: dict[tuple[str, Region | None], str] = {}
         self.routes: dict[Region, str] = {}
         self.home: dict[str, Region | None] = self.homes()
-        self.weights = self.expert_weights()
+        self.ids: dict[Region, str] = {}
+        self.weights = self.results_at(lambda region: region.weight_ops)
+        self.lookups = self.results_at(lambda region: region.bias_ops)
         self.entered = assignment.entry_types(kind)
         self.lines: list[str] = []
         self.sites = 0
@@ -118,10 +120,10 @@ class FunctionWriter:
             for r in self.graph.ops[i].results
         }
 
-    def expert_weights(self) -> frozenset[str]:
-        """Values that are made of expert weights on the way to their products."""
+    def results_at(self, positions_of: Callable[[Region], frozenset[int]]) -> frozenset[str]:
+        """Results of some ops of this kind's regions."""
         regions = self.assignment.regions.get(self.kind.name, ())
-        positions = {position for region in regions for position in region.weight_ops}
+        positions = {position for region in regions for position in positions_of(region)}
         return frozenset(r.name for p in positions for r in self.graph.ops[self.segment.ops[p]].results)
 
     def title(self) -> str:
@@ -192,6 +194,14 @@ class FunctionWriter:
             self.converted[name, target, region] = new
         return self.converted[name, target, region]
 
+    def local_ids(self, region: Region) -> str:
+        """Name of the experts of the rows that came, counted from this rank's first."""
+        if region not in self.ids:
+            sent = self.place(region.ids, region)
+            self.ids[region] = self.names.new("local_ids")
+            self.lines.append(f"{self.ids[region]} = ops.local_experts({sent}, {EP}, {region.num_experts})")
+        return self.ids[region]
+
     def read(self, name: str, need: Type, region: Region | None) -> str:
         """Text of an operand of an op in `region`. Rows are sent there; weights and what is the same everywhere are read as they are."""
         if region is None:
@@ -205,7 +215,11 @@ class FunctionWriter:
         """One op: conversions of its operands, then the assignment of its results."""
         region = self.home[op.name]
         needs = dict(zip(op.operands, strategy.operands, strict=True))
-        texts = {name: self.read(name, need, region) for name, need in needs.items()}
+        looks_up = region is not None and op.name in self.lookups
+        texts = {
+            name: self.local_ids(region) if looks_up and region and name == region.ids else self.read(name, need, region)
+            for name, need in needs.items()
+        }
         shapes = tuple(
             self.shape_in(local_shape(v, t, self.assignment.axis, self.mesh), v.name)
             for v, t in zip(op.results, strategy.results, strict=True)
