@@ -1,7 +1,7 @@
 """Custom autograd.Functions: torch.export inlines their forward and drops their backward.
 
-That changes nothing when the backward is the derivative of the forward (Bloom's GELU), and silently gives wrong gradients
-when it is not (straight-through estimators, Phi-MoE's router). `recorded_applications` notes every application during an
+That changes nothing when the backward is the derivative of the forward (a GELU written by hand), and silently gives wrong gradients
+when it is not (straight-through estimators, some routers). `recorded_applications` notes every application during an
 export, and `check_applications` runs each once on small random tensors, its own backward against autograd through its
 forward. A Function that differs, or cannot be tried, is an InputError.
 """
