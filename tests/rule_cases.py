@@ -1,4 +1,4 @@
-"""Sample calls for the rule table: (target, args, kwargs), tensors given as `T(shape)` specs.
+"""Sample calls for the rule table: target, args, kwargs; tensors given as `T(shape)` specs.
 
 The op is run once on whole tensors for its result shapes, so a case is a call and nothing else.
 """
@@ -9,22 +9,63 @@ from dataclasses import dataclass
 
 import torch
 
+INTEGERS = ("ids", "bool", "distinct", "rows", "offsets")
+
 
 @dataclass(frozen=True)
 class T:
-    """A tensor operand. `kind`: float (normal), positive, unit (0 to 1), bool, or ids below `high`."""
+    """A tensor operand.
+
+    `kind`: float (normal), positive, unit (0 to 1), ordered along the last dim, complex, bool, ids below `high`, ids that are distinct
+    along the last dim, rows that are distinct along the first, or offsets (ascending, up to `high`).
+    """
 
     shape: tuple[int, ...]
     kind: str = "float"
     high: int = 8
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
+        return self.integers(generator) if self.kind in INTEGERS else self.numbers(generator)
+
+    def integers(self, generator: torch.Generator) -> torch.Tensor:
         if self.kind == "ids":
             return torch.randint(0, self.high, self.shape, generator=generator)
         if self.kind == "bool":
             return torch.rand(self.shape, generator=generator) > 0.3
+        if self.kind == "offsets":
+            return torch.arange(1, self.shape[0] + 1) * self.high // self.shape[0]
+        order = torch.randperm(self.high, generator=generator)
+        if self.kind == "rows":
+            return order[: self.shape[0], None].expand(self.shape).contiguous()
+        return order[: self.shape[-1]].expand(self.shape).contiguous()
+
+    def numbers(self, generator: torch.Generator) -> torch.Tensor:
+        if self.kind == "complex":
+            return torch.randn(self.shape, generator=generator, dtype=torch.complex128)
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if self.kind == "ordered":
+            return x.sort(-1).values
         return {"float": x, "positive": x.abs() + 0.5, "unit": x.sigmoid()}[self.kind]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A call. Equal only to itself."""
+
+    target: str
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        shown = [f"{k}={v}" for k, v in self.kwargs]
+        return f"{self.target.removeprefix('aten.')}({', '.join([*map(show, self.args), *shown])})"
+
+
+def show(item: object) -> str:
+    """Short text of an argument."""
+    if isinstance(item, (T, torch.Tensor)):
+        return "x".join(map(str, item.shape)) or "scalar"
+    return f"[{', '.join(map(show, item))}]" if isinstance(item, (list, tuple)) else str(item)
 
 
 X, ROW, COLUMN = T((2, 6, 8)), T((8,)), T((2, 6, 1))
@@ -32,7 +73,7 @@ X, ROW, COLUMN = T((2, 6, 8)), T((8,)), T((2, 6, 1))
 UNARY = "neg exp sin cos tanh sigmoid silu gelu relu erf softplus square abs log_sigmoid expm1".split()
 POSITIVE = "log sqrt rsqrt reciprocal log1p".split()
 
-CASES: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
+CALLS: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
     *((f"aten.{name}.default", (X,), {}) for name in UNARY),
     *((f"aten.{name}.default", (T((2, 6, 8), "positive"),), {}) for name in POSITIVE),
     ("aten.add.Tensor", (X, X), {}),
@@ -125,5 +166,8 @@ CASES: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
     ("aten.index.Tensor", (T((6, 8)), [T((4,), "ids", 6)]), {}),
     ("mw.cross_entropy_sum", (T((6, 8)), T((6,), "ids"), 3, 0.0), {}),
     ("mw.cross_entropy_sum", (T((6, 8)), T((6,), "ids"), -100, 0.1), {}),
+    ("mw.batch_mean", (X,), {}),
     ("mw.token_mean", (T(()), T((), "positive")), {}),
 ]
+
+CASES = [Case(target, args, tuple(kwargs.items())) for target, args, kwargs in CALLS]

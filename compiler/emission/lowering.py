@@ -152,6 +152,8 @@ def attention(site: Site) -> str:
 def embedding(site: Site) -> str:
     weight, ids = site.argument(0, "weight"), site.argument(1, "indices")
     padding = site.call.argument(2, "padding_idx", -1)
+    if site.call.argument(3, "scale_grad_by_freq", False) or site.call.argument(4, "sparse", False):
+        return plain(site)
     if site.strategy.lowering == "vocabulary":
         return f"ops.vocab_embedding({ids}, {weight}, {site.axis}, padding_idx={padding})"
     return f"ops.embedding({ids}, {weight}, padding_idx={padding})"
@@ -228,7 +230,7 @@ def plain(site: Site) -> str:
 
 
 RESHAPES = """view.default reshape.default flatten.using_ints unflatten.int _unsafe_view.default view_as.default reshape_as.default
-ravel.default""".split()
+ravel.default squeeze.default squeeze.dim squeeze.dims""".split()
 SPLITS = """split.Tensor split.sizes split_with_sizes.default chunk.default unsafe_split.Tensor unsafe_chunk.default tensor_split.sections
 tensor_split.indices""".split()
 CONVOLUTIONS = """conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding conv_transpose1d.default

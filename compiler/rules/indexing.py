@@ -20,7 +20,7 @@ def embedding(call: Call) -> Factors:
 
     A table is cut by rows, as the head that it is often tied to needs it; by columns only where its rows do not divide.
     """
-    scaled = bool(call.argument(3, "scale_grad_by_freq", False))
+    scaled = bool(call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False))
     ids = tuple("" if scaled else f"i{d}" for d in range(len(call.operands[1].shape)))
     lookup = {} if scaled else {"v": "vocabulary"}
     return Factors(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.compiler.graph import Ref
-from meshwright.compiler.rules.factors import Call, Factors, Rule, aligned, broadcast, dims_of
+from meshwright.compiler.rules.factors import Call, Factors, Rule, aligned, broadcast, dims_of, whole
 
 FIRST, BOTH = frozenset({0}), frozenset({0, 1})
 
@@ -84,10 +84,15 @@ def bucketize(call: Call) -> Factors:
 
 
 def loss(reduction: int) -> Rule:
-    """An elementwise loss; argument `reduction` says 0 for no reduction, 1 for mean, 2 for sum: a scalar that may be P."""
+    """An elementwise loss; argument `reduction` says 0 for no reduction, 1 for mean, 2 for sum: a scalar that may be P.
+
+    What is compared has one shape, or all is whole: torch's own gradient of an operand that is widened is not that of the mean.
+    """
 
     def rule(call: Call) -> Factors:
         kind = call.integer(reduction, "reduction", 1)
+        if call.operands[0].shape != call.operands[1].shape:
+            return whole(call)
         shape = broadcast(*(v.shape for v in call.operands))
         names = dims_of(len(shape))
         factors = Factors(tuple(aligned(v.shape, shape, names) for v in call.operands), (names,))

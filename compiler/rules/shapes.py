@@ -357,6 +357,8 @@ def gated(call: Call) -> Factors:
 
 
 def one_hot(call: Call) -> Factors:
-    """one_hot: the new dim is whole."""
+    """one_hot: the new dim is whole. Where it is as long as the largest class, all is."""
+    if call.integer(1, "num_classes", -1) < 0:
+        return whole(call)
     names = dims_of(len(call.operands[0].shape))
     return Factors((names,), ((*names, ""),))
