@@ -4,7 +4,7 @@
     Reference         loss, gradients, gradient norm, and the weights after one clipped AdamW step, of that batch
 
 The loss is the mean over the global batch's non-ignored targets, as the model itself defines it: the batch goes through in
-chunks of rows, chunk c weighted n_c / n by its number of targets. Dropout is off (evaluation mode).
+chunks of rows, chunk c weighted n_c / n by its number of targets. Dropout is off, batch norms use the batch (evaluation_mode).
 
 Sums over a great many numbers are made in FP64, or the single process would be the less exact of the two: torch's FP32
 cross-entropy on CPUs adds up the exponentials of a vocabulary one after the other (SmolLM2-135M, 49,152 words: the loss is off
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from meshwright.data import IGNORED
@@ -101,7 +102,7 @@ def compute_reference(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument, update: Update
 ) -> Reference:
     """Runs the model forward and backward over the batch, then updates it once. Changes the model."""
-    model.eval()
+    evaluation_mode(model)
     with ExactCrossEntropy():
         loss = accumulate(model, batch, document)
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
@@ -114,6 +115,15 @@ def compute_reference(
     optimizer.step()
     weights = {name: p.detach() for name, p in parameters.items()}
     return Reference(loss, norm, gradients, weights)
+
+
+def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without what is random in training: in evaluation mode, but for batch norms, which go on using the batch's statistics."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.train()
+    return model
 
 
 def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument) -> float:

@@ -1,7 +1,7 @@
 """The global batch: what a step may be given, and which rows are whose.
 
-Every rank has the whole batch, (G, ...) per input. Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its
-micro-batch i is B of them from i B. G is a multiple of dp B.
+Every rank has the whole batch, (G, ...) per input; an input that was compiled with k B entries for a micro-batch of B rows has k G.
+Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its micro-batch i is B of them from i B. G is a multiple of dp B.
 """
 
 from __future__ import annotations
@@ -19,14 +19,29 @@ IGNORED = -100
 """The label that counts for nothing."""
 
 
+def flat_inputs(batch: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors of a batch by the names of the signature: nested dicts, tuples and lists are joined with underscores
+    (`states` with {"full": (a, b)} is states_full_0 and states_full_1). What is no tensor was made part of the program."""
+    found: dict[str, Tensor] = {}
+    for name, item in batch.items():
+        if isinstance(item, Tensor):
+            found[name] = item
+        elif isinstance(item, Mapping):
+            found.update({f"{name}_{key}": part for key, part in flat_inputs(item).items()})
+        elif isinstance(item, (tuple, list)):
+            found.update(flat_inputs({f"{name}_{i}": part for i, part in enumerate(item)}))
+    return found
+
+
 def check_batch(batch: Mapping[str, Tensor], plan: PlanDocument, signature: Signature) -> int:
     """Number of micro-batches on each dp rank; InputError names the input that is wrong, alike on every rank."""
     names = [spec.name for spec in signature.inputs]
     if set(batch) != set(names):
         raise InputError(f"batch: found inputs {', '.join(batch) or 'none'}, expected {', '.join(names)}")
-    rows = len(batch[names[0]]) if batch[names[0]].dim() else 0
+    first = signature.inputs[0]
+    rows = len(batch[first.name]) * plan.micro_batch // max(1, first.shape[0]) if batch[first.name].dim() else 0
     for spec in signature.inputs:
-        _check_input(batch[spec.name], spec, rows, f"batch: {spec.name}")
+        _check_input(batch[spec.name], spec, rows * spec.shape[0] // plan.micro_batch, f"batch: {spec.name}")
         if signature.vocab_size is not None and batch[spec.name].dtype == torch.int64:
             _check_ids(batch[spec.name], spec.name, signature.vocab_size, plan.task)
     unit = plan.mesh.dp * plan.micro_batch
@@ -58,13 +73,12 @@ def _check_ids(x: Tensor, name: str, vocabulary: int, task: str) -> None:
         raise InputError(f"batch: {name}: found id {found}, expected 0 to {vocabulary - 1} (the model's vocabulary)")
 
 
-def rank_rows(x: Tensor, dp: int, index: int) -> Tensor:
-    """Rows of a dp rank."""
-    rows = len(x) // dp
+def rank_rows(x: Tensor, parts: int, index: int) -> Tensor:
+    """One of `parts` equal runs of rows: those of a dp rank."""
+    rows = len(x) // parts
     return x[index * rows : (index + 1) * rows]
 
 
-def micro_batches(inputs: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Inputs in runs of `size` rows."""
-    rows = len(next(iter(inputs.values()))) if inputs else 0
-    return [{name: x[i : i + size] for name, x in inputs.items()} for i in range(0, rows, size)]
+def micro_batches(inputs: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Inputs in `count` equal runs of rows."""
+    return [{name: rank_rows(x, count, i) for name, x in inputs.items()} for i in range(count)] if inputs else []

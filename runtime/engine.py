@@ -31,7 +31,7 @@ from meshwright.plans.save import load_checked, load_programs
 from meshwright.runtime.actions import Kind, Schedule
 from meshwright.runtime.agreement import FailureReport, together
 from meshwright.runtime.axes import ProcessAxis
-from meshwright.runtime.batch import check_batch, micro_batches, rank_rows
+from meshwright.runtime.batch import check_batch, flat_inputs, micro_batches, rank_rows
 from meshwright.runtime.checkpoint import PARAMETERS, Progress, State, load_checkpoint, save_checkpoint
 from meshwright.runtime.context import Context, Weights
 from meshwright.runtime.execution import Stage, StepExecution
@@ -98,7 +98,7 @@ class Engine:
         self._watched: set[int] = set()
         self._schedule = cache(self._build_schedule)
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Metrics:
+    def train_step(self, batch: Mapping[str, object]) -> Metrics:
         """Loss and gradients of a global batch, then one update."""
         if self._optimizer is None:
             raise InputError('train_step needs an optimizer, as in Engine(plan_dir, {"name": "adamw", "lr": 1e-3})')
@@ -111,10 +111,11 @@ class Engine:
         self.step += 1
         return Metrics(metrics.loss, metrics.grad_norm, metrics.tokens, self.step)
 
-    def forward_backward(self, batch: Mapping[str, Tensor]) -> Metrics:
+    def forward_backward(self, batch: Mapping[str, object]) -> Metrics:
         """Loss and gradients of a global batch."""
-        num_micro_batches = check_batch(batch, self.plan, self.signature)
-        execution = self._execution(batch, num_micro_batches)
+        inputs = flat_inputs(batch)
+        num_micro_batches = check_batch(inputs, self.plan, self.signature)
+        execution = self._execution(inputs, num_micro_batches)
         with self._reported("forward and backward", execution):
             self._parameters.gradients.zero_()
             execution.run(self._schedule(num_micro_batches)[self._stage_index])
@@ -122,7 +123,7 @@ class Engine:
         with self._reported("gradient sums"):
             self._parameters.reduce(self._axes, self._tied)
             loss, square = self._sum_over_ranks(execution.loss)
-        tokens = batch[self.signature.inputs[0].name].numel()
+        tokens = inputs[self.signature.inputs[0].name].numel()
         return Metrics(loss, math.sqrt(square), tokens, self.step)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -211,9 +212,9 @@ class Engine:
         rows = {name: rank_rows(x, dp.size, dp.index) for name, x in inputs.items()}
         schedule = self._schedule(num_micro_batches)
         transfers = Transfers(self._channels(), finished_sends(schedule, self._stage_index), self.device)
-        size = self.plan.micro_batch
+        denominators = self._denominators(inputs, num_micro_batches * dp.size)
         saved = self._saved_bytes(num_micro_batches)
-        return StepExecution(self._stage, transfers, micro_batches(rows, size), self._denominators(inputs), saved)
+        return StepExecution(self._stage, transfers, micro_batches(rows, num_micro_batches), denominators, saved)
 
     def _saved_bytes(self, num_micro_batches: int) -> SavedBytes | None:
         """A watch on what autograd saves, in the first step of each size."""
@@ -222,11 +223,11 @@ class Engine:
         self._watched.add(num_micro_batches)
         return SavedBytes([*self._parameters.tensors.values(), *self._stage.constants.values()])
 
-    def _denominators(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def _denominators(self, inputs: Mapping[str, Tensor], num_micro_batches: int) -> list[Tensor]:
         """Loss targets in the global batch, a scalar per denominator of the stage's program; 1 where there are none."""
         totals: list[Tensor] = []
         with torch.no_grad():
-            for part in micro_batches(inputs, self.plan.micro_batch):
+            for part in micro_batches(inputs, num_micro_batches):
                 counts = self._program.counts(self._stage.context, self._stage.constants, part)
                 if not counts:
                     return []

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshwright.compiler.capture.batch_terms import sync_batch_terms
+from meshwright.compiler.capture.exporting import evaluation_note, flat_example
 from meshwright.compiler.capture.functionalize import functionalize
 from meshwright.compiler.capture.layers import find_segments
 from meshwright.compiler.capture.loss import split_loss
 from meshwright.compiler.capture.masks import fold_masks
 from meshwright.compiler.capture.simplify import (
+    RandomOpsError,
     assign_levels,
     drop_no_ops,
     drop_unused,
@@ -29,7 +34,16 @@ from meshwright.compiler.capture.simplify import (
     rename,
 )
 from meshwright.compiler.capture.skeleton import Built, build_model, build_skeleton, default_example, prepare_config
-from meshwright.compiler.capture.source import ModelSource, find_configured, find_source, load_config, quiet, task_of
+from meshwright.compiler.capture.source import (
+    CUSTOM,
+    ModelSource,
+    find_configured,
+    find_source,
+    load_config,
+    quiet,
+    task_of,
+    task_of_class,
+)
 from meshwright.compiler.capture.trace import Traced, dtype_name, trace
 from meshwright.compiler.graph import Graph
 from meshwright.plans.errors import InputError
@@ -80,10 +94,24 @@ def capture(
             source, config = find_configured(model, task, attention)
             built = build_skeleton(source, config)
         inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
-        traced = trace(built.module, inputs)
-    graph = simplify(traced)
+        traced, graph = _captured_quietly(built.module, inputs)
     buffers = {path: traced.buffers[path].detach().clone().contiguous() for _, path in graph.buffers}
     return Captured(graph, buffers, source, _config_json(built), _signature(graph, built))
+
+
+def _captured_quietly(module: nn.Module, inputs: dict[str, object]) -> tuple[Traced, Graph]:
+    """Traces and simplifies; modules that draw random numbers in training are captured as in evaluation, where they draw none."""
+    traced = trace(module, inputs)
+    try:
+        return traced, simplify(traced)
+    except RandomOpsError as error:
+        noisy = error.modules
+        if not any(module.get_submodule(path).training for path in noisy):
+            raise
+    traced = trace(module, inputs, noisy)
+    graph = simplify(traced)
+    note = f"{evaluation_note(sorted(noisy))}, for in training it draws random numbers"
+    return traced, replace(graph, notes=(*graph.notes, note))
 
 
 def simplify(traced: Traced) -> Graph:
@@ -106,6 +134,7 @@ def simplify(traced: Traced) -> Graph:
         merge_equal,
         fold,
         split_loss,
+        sync_batch_terms,
         drop_unused,
         assign_levels,
         mark_gradients,
@@ -129,7 +158,7 @@ def _given_module(module: nn.Module, task: str | None, attention: str) -> tuple[
         return ModelSource(where, "module", task, attention, True), Built(module.train(), None, None)
     if not config.architectures:
         config.architectures = [kind.__name__]
-    task = task_of(config, where, task)
+    task = task_of(config, where, task) if task not in (None, CUSTOM) else task_of_class(config)
     prepare_config(config, where, task)
     if isinstance(module, PreTrainedModel):
         with contextlib.suppress(ValueError):  # a model without experts says that it has none
@@ -142,22 +171,35 @@ def _example(
 ) -> dict[str, object]:
     """Example keyword arguments of the asked batch and sequence sizes."""
     if example is None:
-        if built.config is None:
-            raise InputError(f"{source.source}: not a transformers model: example inputs are needed, with labels")
-        task = source.task or task_of(built.config, source.source)
+        task = source.task or (task_of_class(built.config) if built.config is not None else None)
+        if task is None or built.config is None:
+            raise InputError(f"{source.source}: a model of no task that is known here: example inputs are needed, with labels")
         return default_example(task, built.config, micro_batch, seq)
-    first = next((t for t in example.values() if isinstance(t, torch.Tensor) and t.dim() > 1), None)
-    old_seq = first.shape[1] if first is not None else None
-    resized: dict[str, object] = {}
-    for name, item in example.items():
-        if not isinstance(item, torch.Tensor) or item.dim() == 0:
-            resized[name] = item
-            continue
-        shape = [micro_batch, *item.shape[1:]]
-        if len(shape) > 1 and shape[1] == old_seq and not item.dtype.is_floating_point:
-            shape[1] = seq
-        resized[name] = torch.zeros(shape, dtype=item.dtype)
-    return resized
+    tensors = {name: item for name, item in flat_example(example).items() if isinstance(item, torch.Tensor) and item.dim() > 0}
+    ids = next((t for t in tensors.values() if t.dim() > 1 and not t.is_floating_point()), None)
+    old_batch = _batch_of(tensors)
+    resize = partial(_resized, old_batch, ids.shape[1] if ids is not None else -1, micro_batch, seq)
+    return tree_map(resize, dict(example))  # type: ignore[no-any-return]
+
+
+def _batch_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Rows of an example: those of its labels, else of most of its tensors. An input may have several entries for each row."""
+    sizes = [t.shape[0] for t in tensors.values()]
+    batch = tensors["labels"].shape[0] if "labels" in tensors else max(sizes, key=sizes.count, default=1)
+    for name, item in tensors.items():
+        if item.shape[0] % batch:
+            raise InputError(f"example input {name} has {item.shape[0]} rows, which are no multiple of the batch's {batch}")
+    return batch
+
+
+def _resized(old_batch: int, old_seq: int, micro_batch: int, seq: int, item: object) -> object:
+    """Zeros of an input's shape for the asked sizes; what is no tensor, or has no dims, as it is."""
+    if not isinstance(item, torch.Tensor) or item.dim() == 0:
+        return item
+    shape = [item.shape[0] // old_batch * micro_batch, *item.shape[1:]]
+    if len(shape) > 1 and shape[1] == old_seq and not item.is_floating_point():
+        shape[1] = seq
+    return torch.zeros(shape, dtype=item.dtype)
 
 
 def _config_json(built: Built) -> str | None:

@@ -128,7 +128,7 @@ class _Functionalization:
             return Op("aten.full.default", args, (("dtype", _dtype(own)),), (result,), op.module)
         name = packet[:-1]
         found = getattr(getattr(torch.ops.aten, name, None), overload, None)
-        if found is None or torch.Tag.nondeterministic_seeded in found.tags:
+        if found is None:
             raise InputError(f"{op.module or 'model'}: in-place op {op.target} has no pure form that is supported")
         result = self._typed(found, rebound, result)
         return replace(rebound, target=f"aten.{name}.{overload}", results=(result,))

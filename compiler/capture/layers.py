@@ -2,8 +2,8 @@
 
 Segment  a layer is all COMPUTE ops below the outermost integer component of their module path (`model.layers.3`,
          `encoder.block.0`, `transformer.h.7`). What is computed before the first layer is `embedding`, after the last `head`,
-         between layers `bridge`, `bridge.1` ...; ops between two layers of one container that read no parameter join the layer
-         before them, and so do the same ops after the last layer.
+         between layers `bridge`, `bridge.1` ...; ops between two runs of one layer join it; ops between two layers of one container
+         that read no parameter join the layer before them, and so do the same ops after the last layer.
 Order    layers whose ops interleave are put in order of their first op, where dependencies allow it.
 Kind     `canonical` writes a segment as text: targets, literals, shapes, dtypes, local numbering of values, parameter names
          relative to the segment, and which results are read outside. Equal text is one kind; its segments match op by op.
@@ -78,10 +78,12 @@ def _labels(graph: Graph) -> dict[int, str]:
         run = compute[before + 1 : after]
         prefix = prefixes[before]
         is_last = after == len(compute)
+        if not is_last and prefix == prefixes[after]:
+            labels.update(dict.fromkeys(run, prefix))
+            continue
         if not is_last and container(prefix) == container(prefixes[after]) and not _reads_parameters(graph, run):
             labels.update(dict.fromkeys(run, prefix))
-            if prefix != prefixes[after]:
-                joined[container(prefix)] = [graph.ops[i].target for i in run]
+            joined[container(prefix)] = [graph.ops[i].target for i in run]
             continue
         tail = joined.get(container(prefix), [])
         if tail and [graph.ops[i].target for i in run[: len(tail)]] == tail and not _reads_parameters(graph, run[: len(tail)]):

@@ -78,17 +78,31 @@ def mark_gradients(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+class RandomOpsError(InputError):
+    """Ops that draw random numbers, other than dropout; `modules` are the paths of the modules that they are in."""
+
+    def __init__(self, message: str, modules: frozenset[str]) -> None:
+        super().__init__(message)
+        self.modules = modules
+
+
+def draws_random(op: Op) -> bool:
+    """Whether an op draws random numbers and is no dropout."""
+    if op.target in DROPOUTS or not op.target.startswith("aten.") or packet(op) == "scaled_dot_product_attention":
+        return False
+    function = getattr(getattr(torch.ops.aten, packet(op)), op.target.split(".")[2])
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
 def refuse_random(graph: Graph) -> Graph:
-    """Random numbers other than dropout's would differ between ranks that must agree: InputError."""
-    for op in graph.ops:
-        if op.target in DROPOUTS or not op.target.startswith("aten.") or packet(op) == "scaled_dot_product_attention":
-            continue
-        function = getattr(getattr(torch.ops.aten, packet(op)), op.target.split(".")[2])
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            raise InputError(
-                f"{op.module or 'model'}: {op.target} draws random numbers; only dropout is supported: "
-                f"turn this noise off in the model's configuration"
-            )
+    """Random numbers other than dropout's would differ between ranks that must agree: RandomOpsError."""
+    found = [op for op in graph.ops if draws_random(op)]
+    if found:
+        raise RandomOpsError(
+            f"{found[0].module or 'model'}: {found[0].target} draws random numbers; only dropout is supported: "
+            f"turn this noise off in the model's configuration",
+            frozenset(op.module for op in found),
+        )
     return graph
 
 

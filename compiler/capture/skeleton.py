@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig
 
-from meshwright.compiler.capture.source import FAILURES, TASKS, ModelSource, auto_class, first_line, load_config, quiet
+from meshwright.compiler.capture.source import (
+    FAILURES,
+    TASKS,
+    ModelSource,
+    architecture_class,
+    auto_class,
+    first_line,
+    load_config,
+    quiet,
+)
 from meshwright.plans.errors import InputError
 
 HUGE_NUMEL = 1 << 26
@@ -58,8 +67,10 @@ def _build_real(source: ModelSource, config: PretrainedConfig | None) -> nn.Modu
         return _build(source, config).module.float()
     config = prepare_config(config or load_config(source), source.source, source.task)
     options = {"gguf_file": source.gguf_file} if source.kind == "gguf" else {}
+    maker = architecture_class(config, source.source) if source.task is None else auto_class(source.task)
+    load: Callable[..., object] = maker.from_pretrained
     try:
-        module = auto_class(source.task or "").from_pretrained(
+        module = load(
             source.directory, config=config, dtype=torch.float32, **_implementations(source), **options
         )
     except FAILURES as error:
@@ -72,8 +83,10 @@ def _build(source: ModelSource, config: PretrainedConfig | None = None) -> Built
     if source.kind == "factory":
         return _call_factory(source)
     config = prepare_config(config or load_config(source), source.source, source.task)
+    make: Callable[..., object]
+    make = architecture_class(config, source.source)._from_config if source.task is None else auto_class(source.task).from_config
     try:
-        module = auto_class(source.task or "").from_config(config, dtype=torch.float32, **_implementations(source))
+        module = make(config, dtype=torch.float32, **_implementations(source))
     except FAILURES as error:
         raise InputError(f"{source.source}: transformers cannot build this model: {first_line(error)}") from error
     return Built(_ready(module, source), None, config)
@@ -131,16 +144,41 @@ def _call_factory(source: ModelSource) -> Built:
 
 
 def default_example(task: str, config: PretrainedConfig, micro_batch: int, seq: int) -> dict[str, object]:
-    """input_ids and labels for a task. Two tensors: one object given twice would be traced as one input."""
+    """Inputs and labels for a task. No tensor twice: one object given twice would be traced as one input."""
     entry = TASKS[task]
-    example: dict[str, object] = {"input_ids": torch.zeros(micro_batch, seq, dtype=torch.int64)}
+    example: dict[str, object] = {}
+    if entry.inputs == "pixels":
+        example["pixel_values"] = torch.zeros(micro_batch, *_image_sizes(config))
+    elif entry.inputs == "features":
+        frames = 2 * _size(config, "max_source_positions")
+        example["input_features"] = torch.zeros(micro_batch, _size(config, "num_mel_bins"), frames)
+    else:
+        example["input_ids"] = torch.zeros(micro_batch, seq, dtype=torch.int64)
     if entry.labels == "tokens":
         example["labels"] = torch.ones(micro_batch, seq, dtype=torch.int64)
-    elif config.num_labels == 1:
-        example["labels"] = torch.ones(micro_batch, dtype=torch.float32)
+    elif entry.labels == "span":
+        example.update({name: torch.ones(micro_batch, dtype=torch.int64) for name in ("start_positions", "end_positions")})
     else:
-        example["labels"] = torch.ones(micro_batch, dtype=torch.int64)
+        example["labels"] = torch.ones(micro_batch, dtype=torch.float32 if config.num_labels == 1 else torch.int64)
     return example
+
+
+def _image_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(channels, height, width) of the images of a configuration, or of its vision tower."""
+    tower = getattr(config, "vision_config", config)
+    sizes = getattr(tower, "image_size", None)
+    height, width = sizes if isinstance(sizes, (list, tuple)) else (_size(tower, "image_size"),) * 2
+    return getattr(tower, "num_channels", 3), height, width
+
+
+def _size(config: PretrainedConfig, name: str) -> int:
+    found = getattr(config, name, None)
+    if not isinstance(found, int):
+        raise InputError(
+            f"the {config.model_type} configuration has no {name}, so that the sizes of its inputs are not known; "
+            f"give package.module:factory, a callable that returns (module, example_kwargs)"
+        )
+    return found
 
 
 class _HugeFactories(TorchDispatchMode):

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
@@ -59,11 +59,16 @@ class AutoClass(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A task: transformers' auto class and mapping, and the shape of the labels ("tokens": (B, S); "sequence": (B,))."""
+    """A task: transformers' auto class and mapping, the labels and the inputs.
+
+    labels  "tokens": (B, S); "sequence": (B,); "span": start and end positions, (B,) each
+    inputs  "tokens": input_ids (B, S); "pixels": (B, channels, height, width); "features": (B, mel bins, frames)
+    """
 
     auto: str
     mapping: str
     labels: str
+    inputs: str = "tokens"
 
 
 TASKS = {
@@ -74,6 +79,11 @@ TASKS = {
         "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence"
     ),
     "token-classification": Task("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "tokens"),
+    "question-answering": Task("AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "span"),
+    "image-classification": Task(
+        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "sequence", "pixels"
+    ),
+    "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "tokens", "features"),
 }
 
 
@@ -81,7 +91,7 @@ ATTENTIONS = ("sdpa", "eager")
 
 
 CUSTOM = "custom"
-"""The task of a plan whose model no configuration describes."""
+"""The task of a plan whose model is of no task here: a factory, a module object, a class that transformers has no auto class for."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,8 @@ def find_source(text: str, task: str | None = None, attention: str = "sdpa") -> 
 
 def find_configured(text: str, task: str | None = None, attention: str = "sdpa") -> tuple[ModelSource, PretrainedConfig | None]:
     """The MODEL argument as a ModelSource, with the configuration that was read to resolve its task (None: a factory)."""
-    task = None if task == CUSTOM else task
+    custom = task == CUSTOM
+    task = None if custom else task
     if task is not None and task not in TASKS:
         raise InputError(f"task: found {task!r}, expected one of {', '.join(TASKS)}")
     if attention not in ATTENTIONS:
@@ -121,7 +132,7 @@ def find_configured(text: str, task: str | None = None, attention: str = "sdpa")
     if kind == "factory":
         return found, None
     config = load_config(found)
-    return replace(found, task=task_of(config, source, task)), config
+    return (found if custom else replace(found, task=task_of(config, source, task))), config
 
 
 def _classify(text: str) -> tuple[str, str, bool]:
@@ -209,10 +220,8 @@ def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> st
             known = ", ".join(able) or "none"
             raise InputError(f"{where}: model type {config.model_type!r} has no {task} model; tasks it has: {known}")
         return task
-    for architecture in config.architectures or ():
-        for name, classes in names.items():
-            if architecture == classes or (isinstance(classes, (tuple, list)) and architecture in classes):
-                return name
+    if (own := task_of_class(config)) is not None:
+        return own
     if config.is_encoder_decoder and "seq2seq-lm" in able:
         return "seq2seq-lm"
     if not able:
@@ -221,6 +230,16 @@ def task_of(config: PretrainedConfig, where: str, task: str | None = None) -> st
             f"give package.module:factory, a callable that returns (module, example_kwargs)"
         )
     return able[0]
+
+
+def task_of_class(config: PretrainedConfig) -> str | None:
+    """The task whose auto class makes the configuration's own architecture; None when there is none."""
+    for architecture in config.architectures or ():
+        for name, entry in TASKS.items():
+            classes = getattr(modeling_auto, entry.mapping).get(config.model_type)
+            if architecture == classes or (isinstance(classes, (tuple, list)) and architecture in classes):
+                return name
+    return None
 
 
 @contextlib.contextmanager
@@ -246,4 +265,13 @@ def quiet() -> Iterator[None]:
 def auto_class(task: str) -> AutoClass:
     """transformers' auto class of a task."""
     found: AutoClass = getattr(transformers, TASKS[task].auto)
+    return found
+
+
+def architecture_class(config: PretrainedConfig, where: str) -> type[PreTrainedModel]:
+    """transformers' class of the configuration's own architecture."""
+    name = (config.architectures or [""])[0]
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise InputError(f"{where}: transformers has no model class {name!r}, which the configuration names as its architecture")
     return found

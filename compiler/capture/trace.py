@@ -7,12 +7,12 @@ Already done:
     shape only       zeros_like, new_ones and the like become aten.full: they depend on no data
     grad modes       regions under no_grad are inlined, what enters them passes through aten.detach
     tied parameters  one Parameter with aliases
-A custom autograd.Function is inlined; functions.py refuses those whose backward that loses.
+    numbers          sizes and numbers that depend on constants are literals (see concretize.py); checks of them are gone
+    inputs           one per tensor of the example, nested ones too (see flat_example); what is no tensor is part of the program
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,25 +21,14 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
-from meshwright.compiler.capture.functions import check_applications, recorded_applications
-from meshwright.compiler.capture.source import FAILURES, first_line
+from meshwright.compiler.capture.canonical import PLACEMENT, canonical, written_arguments
+from meshwright.compiler.capture.concretize import NUMBERS, concretize, is_symbolic, model_line
+from meshwright.compiler.capture.exporting import export, flat_example
 from meshwright.compiler.graph import Graph, Op, Parameter, Ref, Value
 from meshwright.plans.errors import InputError
+from meshwright.plans.patterns import compress
 
 INNER = "inner"
-PLACEMENT = ("device", "layout", "pin_memory")
-SHAPE_ONLY = {
-    "zeros_like": 0,
-    "ones_like": 1,
-    "empty_like": 0,
-    "new_zeros": 0,
-    "new_ones": 1,
-    "new_empty": 0,
-    "empty": 0,
-    "full_like": None,
-    "new_full": None,
-}
-"""Ops whose result depends on shapes alone, and the value they fill with (None: their last positional argument)."""
 
 
 @dataclass(frozen=True)
@@ -51,65 +40,12 @@ class Traced:
     buffers: dict[str, torch.Tensor]
 
 
-class LossOnly(nn.Module):
-    """The model as a function to its scalar loss. `masked`: an attention mask of ones is made and given."""
-
-    def __init__(self, inner: nn.Module, masked: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.masked = masked
-
-    def forward(self, **inputs: object) -> torch.Tensor:
-        ids = inputs.get("input_ids")
-        if self.masked and isinstance(ids, torch.Tensor):
-            inputs["attention_mask"] = torch.ones_like(ids)
-        return find_loss(self.inner(**inputs))
-
-
-def find_loss(output: object) -> torch.Tensor:
-    """The scalar loss of a model's output: the output itself, its `loss`, or its first item."""
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    elif not isinstance(output, torch.Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
-        raise InputError(
-            f"the model gave no scalar loss (found {found}): its example inputs must include labels, "
-            f"and it must return a loss, an output with `.loss`, or a tuple that starts with the loss"
-        )
-    return loss.reshape(())
-
-
-def trace(module: nn.Module, example: Mapping[str, object]) -> Traced:
-    """Exports `module` on example keyword arguments and converts the result."""
-    return _Conversion(module, _export(module, example)).run(example)
-
-
-def _export(module: nn.Module, example: Mapping[str, object]) -> torch.export.ExportedProgram:
-    """Some models make the attention mask themselves, but not while they are exported: those get one in a second attempt."""
-    takes_mask = "attention_mask" in inspect.signature(module.forward).parameters and "attention_mask" not in example
-    with recorded_applications(module) as applications:
-        try:
-            program = torch.export.export(LossOnly(module, False), (), dict(example), strict=False)
-        except InputError:
-            raise
-        except FAILURES as error:
-            if not takes_mask or "NoneType" not in str(error):
-                raise _export_error(error) from error
-            try:
-                program = torch.export.export(LossOnly(module, True), (), dict(example), strict=False)
-            except FAILURES as second:
-                raise _export_error(second) from second
-    check_applications(applications)
-    return program
-
-
-def _export_error(error: BaseException) -> InputError:
-    return InputError(f"torch.export cannot trace this model in training: {first_line(error)}")
+def trace(module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset()) -> Traced:
+    """Exports `module` on example keyword arguments and converts the result; `quiet_modules` (paths) are in evaluation meanwhile."""
+    exported = export(module, example, quiet_modules)
+    conversion = _Conversion(module, exported.program)
+    conversion.notes.extend(exported.notes)
+    return conversion.run(flat_example(example))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -127,16 +63,21 @@ class _Conversion:
         self.storages: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.notes: list[str] = []
+        self.inside = ""
+        self.written: set[str] = set()
 
     def run(self, example: Mapping[str, object]) -> Traced:
         env: dict[fx.Node, object] = {}
         inputs, parameters, buffers, tensors = self._placeholders(env, example)
+        if is_symbolic(self.program.graph_module):
+            concretize(self.program.graph_module, {value.name: tensors[path] for value, path in buffers})
         loss = self._body(self.program.graph_module, env)[0]
         if not isinstance(loss, Ref):
             raise InputError("the model's loss does not depend on anything: it is a constant")
-        if self.program.graph_signature.buffers_to_mutate:
-            paths = ", ".join(_inner_path(p) for p in self.program.graph_signature.buffers_to_mutate.values())
-            self.notes.append(f"buffers that the model's forward updates keep their values: {paths}")
+        paths = {path: None for value, path in buffers if value.name in self.written}
+        paths |= {_inner_path(path): None for path in self.program.graph_signature.buffers_to_mutate.values()}
+        if paths:
+            self.notes.append(f"buffers that the model's forward updates keep their values: {', '.join(compress(paths))}")
         graph = Graph(
             inputs=inputs,
             denominators=(),
@@ -160,6 +101,7 @@ class _Conversion:
         buffers: list[tuple[Value, str]] = []
         tensors: dict[str, torch.Tensor] = {}
         real_buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        given = iter(example.items())
         for node in self.program.graph_module.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -177,12 +119,12 @@ class _Conversion:
                 buffers.append((value, path))
                 tensors[path] = real_buffers[path] if path in real_buffers else self.program.constants[spec.target or ""]
                 env[node] = Ref(value.name)
-            elif isinstance(node.meta.get("val"), torch.Tensor):
-                value = self._value(node.name, node.meta["val"])
-                inputs.append(value)
-                env[node] = Ref(value.name)
             else:
-                env[node] = example.get(node.name)
+                name, item = next(given)
+                if isinstance(item, torch.Tensor):
+                    inputs.append(self._value(name, node.meta["val"]))
+                    item = Ref(name)
+                env[node] = item
         return tuple(inputs), tuple(parameters.values()), tuple(buffers), tensors
 
     def _value(self, name: str, fake: torch.Tensor, requires_grad: bool = False) -> Value:
@@ -213,12 +155,13 @@ class _Conversion:
     def _region(self, node: fx.Node, env: dict[fx.Node, object]) -> list[object]:
         """Inlines a higher-order op that only sets a mode."""
         kind = str(node.target)
+        outside, self.inside = self.inside, _module_path(node) or self.inside
         if kind == "wrap_with_set_grad_enabled":
             enabled, body, *operands = node.args
         elif kind == "wrap_with_autocast" and not node.args[2]:
             enabled, (body, *operands) = True, node.args[4:]
         else:
-            raise InputError(f"{_module_path(node) or 'model'}: op {kind} of the exported graph is not supported")
+            raise InputError(f"{model_line(node) or _module_path(node) or 'model'}: op {kind} of the exported graph is not supported")
         graph_module = _literals(body, env)
         if not isinstance(graph_module, fx.GraphModule):
             raise InputError(f"op {kind} of the exported graph has no body")
@@ -226,14 +169,16 @@ class _Conversion:
         inner = {place: _literals(operand, env) for place, operand in zip(places, operands, strict=True)}
         if not enabled:
             inner = {place: self._detached(item) if isinstance(item, Ref) else item for place, item in inner.items()}
-        return self._body(graph_module, inner)
+        results = self._body(graph_module, inner)
+        self.inside = outside
+        return results
 
     def _detached(self, ref: Ref) -> Ref:
         source = self.values[ref.name]
         result = Value(self._fresh(f"{ref.name}_detached"), source.shape, source.dtype)
         self.values[result.name] = result
         self.aliases[result.name] = ref.name
-        self.ops.append(Op("aten.detach.default", (ref,), (), (result,)))
+        self.ops.append(Op("aten.detach.default", (ref,), (), (result,), self.inside))
         return Ref(result.name)
 
     def _fresh(self, name: str) -> str:
@@ -247,15 +192,16 @@ class _Conversion:
         """One ATen call: appends its Op and returns a Ref, or a list of Refs when there are several results."""
         target = str(node.target)
         fakes = node.meta.get("val")
-        if fakes is None:
-            return None
-        module = _module_path(node)
+        if fakes is None or isinstance(fakes, (bool, int, float)):
+            return fakes
+        module = _module_path(node) or self.inside
         results = list(fakes) if isinstance(fakes, (tuple, list)) else [fakes]
         if not all(isinstance(fake, torch.Tensor) for fake in results):
-            raise InputError(f"{module or 'model'}: {target} gives {fakes}, a number that depends on the data")
+            raise InputError(f"{model_line(node) or module or 'model'}: {target} gives {fakes}, a number that depends on the data")
         args = tuple(_literals(item, env) for item in node.args)
+        self.written.update(item.name for item in written_arguments(target, args) if isinstance(item, Ref))
         kwargs = {name: _literals(item, env) for name, item in node.kwargs.items() if name not in PLACEMENT}
-        target, args, kwargs = _canonical(target, args, kwargs, results[0])
+        target, args, kwargs = canonical(target, args, kwargs, results[0])
         names = [node.name] if len(results) == 1 else _result_names(node, len(results))
         values = tuple(self._value(self._fresh(name), fake) for name, fake in zip(names, results, strict=True))
         op = Op(target, args, tuple(kwargs.items()), values, module)
@@ -310,7 +256,7 @@ def _literals(item: object, env: Mapping[fx.Node, object]) -> object:
     if isinstance(item, (list, tuple)):
         literals = [_literals(i, env) for i in item]
         return tuple(literals) if isinstance(item, tuple) else literals
-    if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(item, NUMBERS):
         raise InputError(f"a size of the exported graph depends on the data: {item}")
     return item
 
@@ -322,30 +268,3 @@ def _result_names(node: fx.Node, count: int) -> list[str]:
     if len(returns) == count and all(returns):
         return [f"{node.name}_{name}" for name in returns]
     return [f"{node.name}_part{i}" for i in range(count)]
-
-
-def _canonical(
-    target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor
-) -> tuple[str, tuple[object, ...], dict[str, object]]:
-    """One form for each thing that ATen says in several ways."""
-    base = target.split(".")[1] if target.count(".") > 1 else target
-    if base in ("to", "_to_copy", "type_as"):
-        return "aten.to.dtype", (args[0], result.dtype), {}
-    if base in SHAPE_ONLY:
-        fill = SHAPE_ONLY[base] if SHAPE_ONLY[base] is not None else kwargs.get("fill_value", args[-1])
-        if isinstance(fill, (bool, int, float)):
-            return "aten.full.default", (list(result.shape), fill), {"dtype": result.dtype}
-    if base in ("zeros", "ones"):
-        return "aten.full.default", (list(result.shape), int(base == "ones")), {"dtype": result.dtype}
-    if base in ("lift_fresh_copy", "lift_fresh"):
-        return "aten.alias.default", args[:1], {}
-    if target == "aten._unsafe_view.default":
-        return "aten.view.default", args, kwargs
-    if base in ("full", "arange", "linspace", "scalar_tensor") and kwargs.get("dtype") is None:
-        return target, args, {**kwargs, "dtype": result.dtype}
-    return target, args, {k: v for k, v in kwargs.items() if not _is_default_kwarg(k, v)}
-
-
-def _is_default_kwarg(name: str, value: object) -> bool:
-    """Optional keyword arguments that say nothing."""
-    return value is None or (name == "memory_format" and value in (torch.contiguous_format, torch.preserve_format))
