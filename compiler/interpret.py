@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.compiler.graph import Graph, Op, Ref, map_refs
+from meshwright.runtime.functions import autograd_function
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,10 +32,11 @@ def batch_mean(statistic: torch.Tensor) -> torch.Tensor:
     return statistic
 
 
-MW: dict[str, Callable[..., torch.Tensor]] = {
+MW: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = {
     "mw.cross_entropy_sum": cross_entropy_sum,
     "mw.token_mean": token_mean,
     "mw.batch_mean": batch_mean,
+    "meshwright.autograd_function.default": autograd_function,
 }
 
 

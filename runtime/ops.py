@@ -9,6 +9,7 @@
     own_heads                         the key heads of a rank's query heads
     dropout, sdpa                     runtime.random
     grouped_mm                        runtime.grouped
+    autograd_function                 runtime.functions
     route, dispatch, combine, local_experts, exchange           runtime.experts
 
 Conversions save no tensors. On an axis of one rank they return their operand. Integer and bool tensors convert alike.
@@ -27,6 +28,7 @@ from torch.nn import functional
 from meshwright.plans.layout import Type, conversion
 from meshwright.runtime.axes import Axis, join_shards, take_shard
 from meshwright.runtime.experts import combine, dispatch, exchange, local_experts, route
+from meshwright.runtime.functions import autograd_function
 from meshwright.runtime.grouped import grouped_mm
 from meshwright.runtime.linear import column_linear, linear
 from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
@@ -34,6 +36,7 @@ from meshwright.runtime.main_gradients import add_rows
 from meshwright.runtime.random import dropout, sdpa
 
 __all__ = [
+    "autograd_function",
     "batch_mean",
     "column_linear",
     "combine",

@@ -176,6 +176,11 @@ def batch_mean(site: Site) -> str:
     return f'ops.batch_mean({site.argument(0, "statistic")}, rt.axis("dp"))'
 
 
+def autograd_function(site: Site) -> str:
+    text = f"ops.autograd_function({', '.join(site.render(a) for a in site.op.args)})"
+    return f"{text}[0]" if len(site.op.results) == 1 else text
+
+
 def token_mean(site: Site) -> str:
     return f"ops.token_mean({site.argument(0, 'loss')}, {site.argument(1, 'denominator')})"
 
@@ -261,6 +266,7 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
     "mw.cross_entropy_sum": cross_entropy,
     "mw.token_mean": token_mean,
     "mw.batch_mean": batch_mean,
+    "meshwright.autograd_function.default": autograd_function,
     "transformers.grouped_mm_fallback.default": grouped,
 }
 

@@ -22,6 +22,9 @@ from meshwright.compiler.rules.factors import (
 from meshwright.compiler.rules.sections import SectionTable, Way, dim_parts, indivisible, ways
 from meshwright.plans.layout import I, P, R, Type, shard
 
+OWN_BACKWARD = "meshwright.autograd_function.default"
+"""An op with a backward of the model's own, which need not be linear in the gradient: ranks' parts of a gradient may not go through it."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -39,7 +42,9 @@ def strategies(
     `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
     """
     never_whole = factors is not None and ranks > 1 and bool(factors.always) and splits(call, factors, factors.always, ranks)
-    found = [] if never_whole else [uniform(call, I, ""), uniform(call, R, "R")]
+    found = [] if never_whole else [uniform(call, I, "")]
+    if not never_whole and call.op.target != OWN_BACKWARD:
+        found.append(uniform(call, R, "R"))
     refused: list[Refusal] = []
     if factors is not None:
         for factor in factors.names:
