@@ -13,6 +13,8 @@ from meshwright.compiler.capture import capture
 from meshwright.compiler.capture.functionalize import is_in_place
 from meshwright.compiler.graph import Graph, Level
 from meshwright.compiler.interpret import count_targets, run_graph
+from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.rules.strategies import OWN_BACKWARD, strategies
 from meshwright.plans.errors import InputError
 
 T = torch.Tensor
@@ -160,9 +162,22 @@ class Square(torch.autograd.Function):
 
 
 def test_custom_functions() -> None:
-    assert captured_graph(Model(Square.apply), x=torch.zeros(N, D)).ops
-    with pytest.raises(InputError, match=r"the model.*Straight.*custom autograd.Function.*differ by 100%"):
-        captured_graph(Model(Straight.apply), x=torch.zeros(N, D))
+    """A backward that is the derivative of its forward is inlined; another is kept, and is on no rank's part of a gradient."""
+    plain = captured_graph(Model(Square.apply), x=torch.zeros(N, D))
+    assert plain.ops and not any(op.target == OWN_BACKWARD for op in plain.ops)
+    test_pure_form_equals_eager(Straight.apply)
+    graph = captured_graph(Model(Straight.apply), x=torch.zeros(N, D))
+    op = next(op for op in graph.ops if op.target == OWN_BACKWARD)
+    legal, _ = strategies(Kinds(graph).call(op), None, 2, {})
+    assert [s.factor for s in legal] == [""]
+
+
+def test_a_custom_function_must_be_importable() -> None:
+    class Inner(Straight):
+        pass
+
+    with pytest.raises(InputError, match=r"Inner is a custom autograd.Function.*must import.*define it at the top of a module"):
+        captured_graph(Model(Inner.apply), x=torch.zeros(N, D))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten_with_path
 from transformers import PreTrainedModel
 
-from meshwright.compiler.capture.functions import check_applications, recorded_applications
+from meshwright.compiler.capture.functions import own_backwards, recorded_applications
+from meshwright.compiler.capture.opaque import opaque_functions
 from meshwright.compiler.capture.source import FAILURES, first_line
 from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import compress
@@ -111,8 +112,11 @@ def export(module: nn.Module, example: Mapping[str, object], quiet_modules: froz
 def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool) -> torch.export.ExportedProgram:
     with recorded_applications(module) as applications:
         program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
-    check_applications(applications)
-    return program
+    kept = own_backwards(applications)
+    if not kept:
+        return program
+    with opaque_functions(kept):
+        return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
 
 
 def _attempts(module: nn.Module, example: Mapping[str, object], failure: BaseException) -> Iterator[Attempt]:

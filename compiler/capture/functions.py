@@ -2,8 +2,8 @@
 
 That changes nothing when the backward is the derivative of the forward (a GELU written by hand), and silently gives wrong gradients
 when it is not (straight-through estimators, some routers). `recorded_applications` notes every application during an
-export, and `check_applications` runs each once on small random tensors, its own backward against autograd through its
-forward. A Function that differs, or cannot be tried, is an InputError.
+export, and `own_backwards` runs each once on small random tensors, its own backward against autograd through its
+forward. A Function that differs, or cannot be tried, is exported as an op that keeps it whole (compiler.capture.opaque).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from meshwright.compiler.capture.source import FAILURES
-from meshwright.plans.errors import InputError
 
 SMALL_SIZE = 32
 TOLERANCE = 1e-4
@@ -36,10 +35,6 @@ class Application:
     function: type[torch.autograd.Function]
     arguments: tuple[object, ...]
     module: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -150,28 +145,19 @@ def _calling_module(paths: Mapping[int, str]) -> str:
     return "the model"
 
 
-def check_applications(applications: list[Application]) -> None:
-    """InputError for the first Function whose backward is not the derivative of its forward."""
-    for application in applications:
-        errors: list[float] = []
-        failures: list[str] = []
-        for scale, fill in product(SCALES, FILLS):
-            try:
-                errors.append(_gradient_error(application, scale, fill))
-            except FAILURES as failure:
-                failures.append(type(failure).__name__)
-        worst = max(filter(math.isfinite, errors), default=math.inf)
-        if not math.isfinite(worst):
-            raise _refusal(application, f"it could not be tried alone ({failures[0] if failures else 'not finite'})")
-        if worst > TOLERANCE:
-            raise _refusal(application, f"its gradients differ by {worst:.0%} from those of its forward")
+def own_backwards(applications: list[Application]) -> tuple[type[torch.autograd.Function], ...]:
+    """The Functions whose backward is not the derivative of their forward, or that cannot be tried alone: it must be kept."""
+    return tuple(dict.fromkeys(a.function for a in applications if not _is_plain(a)))
 
 
-def _refusal(application: Application, reason: str) -> InputError:
-    return InputError(
-        f"{application.module}: {application.name} is a custom autograd.Function, whose backward torch.export drops, "
-        f"and {reason}; make it a torch.library.custom_op with register_autograd"
-    )
+def _is_plain(application: Application) -> bool:
+    """Whether autograd through the forward gives what the Function's own backward gives."""
+    errors: list[float] = []
+    for scale, fill in product(SCALES, FILLS):
+        with contextlib.suppress(*FAILURES):
+            errors.append(_gradient_error(application, scale, fill))
+    worst = max(filter(math.isfinite, errors), default=math.inf)
+    return worst <= TOLERANCE
 
 
 def _gradient_error(application: Application, scale: float, fill: int) -> float:
