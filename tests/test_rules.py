@@ -1,13 +1,11 @@
-"""Every rule, every strategy, on hand-made calls; what follows from rules; and rules that users add."""
+"""Every rule, every strategy, on hand-made calls; and what follows from rules."""
 
 from __future__ import annotations
 
 import pytest
 
-from meshwright.compiler.graph import Op
-from meshwright.compiler.rules.factors import Call
 from meshwright.compiler.rules.strategies import strategies
-from meshwright.compiler.rules.table import factors_of, register_rule, rule_for
+from meshwright.compiler.rules.table import factors_of, rule_for
 from meshwright.tests.rule_cases import Case, T
 from meshwright.tests.rule_cases_all import HAND_MADE
 from meshwright.tests.rule_checks import build, built, check_strategy
@@ -43,15 +41,3 @@ def test_what_does_not_divide_is_refused_and_named() -> None:
     legal, refused = strategies(call, factors_of(call), 2, {})
     assert "n" not in {s.factor for s in legal}
     assert {(r.factor, r.size) for r in refused} == {("n", 9), ("lead1", 5)}
-
-
-def test_an_op_without_a_rule_runs_whole_and_may_be_taught() -> None:
-    call, _ = build("aten.add.Tensor", (T((2, 6, 8)), T((2, 6, 8))), {})
-    unknown = Call(Op("mylib.mix.default", call.op.args, (), call.results), call.operands, call.results)
-    legal, _ = strategies(unknown, factors_of(unknown), 2, {})
-    assert [s.factor for s in legal] == ["", "R"]
-    register_rule("mylib.mix.default", "b s h, b s h -> b s h")
-    legal, _ = strategies(unknown, factors_of(unknown), 2, {})
-    assert {"b", "s", "h"} <= {s.factor for s in legal}
-    with pytest.raises(ValueError, match="has a rule already"):
-        register_rule("mylib.mix.default", "b s h, b s h -> b s h")

@@ -15,33 +15,6 @@ EACH = (frozenset({0}), frozenset({1}))
 K = frozenset({"k"})
 
 
-def formula(text: str, **options: object) -> Rule:
-    """A rule from its notation, "... k, n k -> ... n"; `options` are fields of Factors.
-
-    Operands at the end may be absent from a call. ValueError for a text that is no formula; TypeError for an unknown option.
-    """
-    left, arrow, right = text.partition("->")
-    if not arrow or "->" in right:
-        raise ValueError(f"formula {text!r} is not OPERANDS -> RESULTS, as in '... k, n k -> ... n'")
-    operand_terms, result_terms = ([t.split() for t in side.split(",")] for side in (left, right))
-    if any(t.count("...") > 1 for t in (*operand_terms, *result_terms)):
-        raise ValueError(f"formula {text!r} has '...' twice in one term")
-    Factors((), (), **options)  # type: ignore[arg-type]
-
-    def rule(call: Call) -> Factors:
-        terms = operand_terms[: len(call.operands)]
-        lead = next((len(v.shape) - len(t) + 1 for t, v in zip(terms, call.operands, strict=False) if "..." in t), 0)
-        operands = tuple(spell(t, lead) for t in terms)
-        return Factors(operands, tuple(spell(t, lead) for t in result_terms), **options)  # type: ignore[arg-type]
-
-    return rule
-
-
-def spell(term: list[str], lead: int) -> Dims:
-    """Dims of one term, "..." written out as `lead` factors."""
-    return tuple(f for name in term for f in ([f"lead{i}" for i in range(lead)] if name == "..." else [name]))
-
-
 def added_to(rule: Rule) -> Rule:
     """addmm, addmv, baddbmm, addbmm: the first operand is broadcast to the result of the rule on the others, and added."""
 

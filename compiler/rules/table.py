@@ -12,8 +12,9 @@ which that is known, with the reason.
 from __future__ import annotations
 
 from meshwright.compiler.rules import contractions, indexing, pointwise, reductions, shapes
-from meshwright.compiler.rules.contractions import K, added_to, formula, ranked
+from meshwright.compiler.rules.contractions import K, added_to, ranked
 from meshwright.compiler.rules.factors import Call, Factors, Rule
+from meshwright.compiler.rules.formulas import formula
 from meshwright.compiler.rules.pointwise import BOTH, FIRST
 from meshwright.compiler.rules.reductions import along, picked, reduced
 from meshwright.compiler.rules.shapes import channel_blocks, trailing, whole_dims
@@ -190,8 +191,8 @@ def rule_for(target: str) -> Rule | None:
 def register_rule(target: str, rule: Rule | str, **options: object) -> None:
     """Teach a custom op ("mylib.myop.default"): a formula such as "... k, n k -> ... n" or a function of the Call.
 
-    `options` are fields of Factors for a formula, e.g. summed=frozenset({"k"}). Raises ValueError for an op that has a rule already and for
-    a text that is no formula, TypeError for an unknown option. docs/rules.md has examples.
+    `options` of a formula are fields of Factors, e.g. summed={"k"}. Raises ValueError for an op that has a rule already and for a text that
+    is no formula, TypeError for an unknown option. docs/rules.md has examples.
     """
     if target in RULES:
         raise ValueError(f"op {target} has a rule already")
