@@ -31,7 +31,7 @@ from meshwright.plans.reading import EXPECTED, read_declaration
 from meshwright.plans.save import PLAN_FILE, check_free, load_checked, load_plan, load_program, load_programs, load_signature
 from meshwright.plans.show import WIDTH, plain, show_layer, show_plan, show_rank
 from meshwright.plans.yaml_io import load
-from meshwright.runtime.schedules import SCHEDULES
+from meshwright.runtime.schedules import named_order
 
 MODEL_FORMS = "a model directory, a config.json, a .gguf file, a hub id or package.module:factory"
 DEBUG = "--debug"
@@ -298,7 +298,8 @@ def _schedule(document: PlanDocument) -> list[list[str]]:
     """Each pipeline rank's actions as text; none when nobody could read so many."""
     if document.num_micro_batches * document.mesh.pp > WIDTH:
         return [[]]
-    return [list(map(str, rank)) for rank in SCHEDULES[document.schedule](document.mesh.pp, document.num_micro_batches)]
+    order = named_order(document.schedule, document.mesh.pp, document.chunks, document.num_micro_batches)
+    return [list(map(str, rank)) for rank in order]
 
 
 def _print(renderable: RenderableType) -> None:

@@ -2,7 +2,10 @@
 
 memory    of one rank: fp32 parameters and gradients (4 bytes each), AdamW's two moments (8 bytes) per local parameter, and
           the activations of as many micro-batches as the schedule keeps in flight on that stage (1F1B: p - s; GPipe: all).
-          A parameter that several segments of a stage read counts once there, one that several stages read (tied) on each
+          A parameter that several segments of a stage read counts once there, one that several stages read (tied) on each.
+          PipeDream-2BW has a second copy of parameters and gradients
+chunks    with v model chunks per rank there are p v stages, and each may have 1/v of the memory limit: the chunks of a rank
+          are then sure to fit together
 pinned    the user's own stages: kept, or refused when memory does not allow them
 time      passes.solver chooses; passes.simulate says what a step takes with the stages chosen
 """
@@ -14,12 +17,13 @@ from dataclasses import dataclass
 
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
-from meshwright.passes.simulate import compute_order, in_flight, simulate
-from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
+from meshwright.passes.simulate import ASYNCHRONOUS, Timeline, Times, compute_order, stage_in_flight, steady, timed
+from meshwright.passes.solver import Chain, Infeasible, Item, solve_partition
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.units import format_bytes
+from meshwright.runtime.actions import Schedule
 
 OPTIMIZER_PER_PARAMETER = 2
 """Bytes of optimizer state per byte of an fp32 parameter: two moments."""
@@ -32,6 +36,7 @@ class SegmentCost:
     parameter_bytes    bytes of the local fp32 shard of every parameter that the segment reads, by path
     activation_bytes   what autograd keeps until the backward
     boundary_bytes     what crosses to the next stage when the pipeline is cut behind this segment
+    weight_s           the part of backward_s that a schedule may put off: weight gradients of matrix products
     """
 
     name: str
@@ -40,26 +45,35 @@ class SegmentCost:
     parameter_bytes: Mapping[str, int]
     activation_bytes: int
     boundary_bytes: int
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage: its segments, seconds of one micro-batch, bytes of one rank."""
+    """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`."""
 
     segments: tuple[str, ...]
     forward_s: float
     backward_s: float
     memory: Memory
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """All stages, and what a step takes with them. `bubble` is the idle share of all ranks' time."""
+    """All stages, and what a step takes with them. `order` has the compute of every rank.
+
+    bubble      the idle share of all ranks' time
+    in_flight   most (stage, micro-batch) pairs per rank that activations are kept for
+    times       of the stages and of the transfers between them
+    """
 
     stages: tuple[StageCost, ...]
     step_s: float
     bubble: float
     in_flight: tuple[int, ...]
+    order: Schedule
+    times: Times
 
 
 def choose_stages(
@@ -71,62 +85,68 @@ def choose_stages(
     memory_limit: int | None = None,
     pinned: Sequence[Sequence[str]] | None = None,
     link: Link | None = None,
+    chunks: int = 1,
 ) -> StageChoice:
     """The best stages. `link` joins neighbours along pp (None: transfers take no time); `pinned` are every stage's segments.
 
     InputError when there are fewer segments than stages, when the pins are no partition, or when no stages fit the limit.
     """
-    kept = in_flight(compute_order(schedule, mesh.pp, micro_batches))
-    if len(segments) < mesh.pp:
+    order = compute_order(schedule, mesh.pp, micro_batches, chunks)
+    kept = stage_in_flight(order)
+    if len(segments) < len(kept):
+        asked = f"pp={mesh.pp}" if chunks == 1 else f"pp={mesh.pp} with {chunks} chunks"
         raise InputError(
-            f"mesh: pp={mesh.pp} asks for as many stages, the model has {len(segments)} segments "
-            f"({', '.join(s.name for s in segments)}); use pp={len(segments)} or less"
+            f"mesh: {asked} asks for as many stages, the model has {len(segments)} segments "
+            f"({', '.join(s.name for s in segments)}); use pp={len(segments) // chunks} or less"
         )
     transfers = tuple(point_to_point_s(s.boundary_bytes, link) if link else 0.0 for s in segments)
-    ends = read_pins(segments, mesh, pinned) if pinned is not None else {}
-    items = tuple(item(segment, transfer) for segment, transfer in zip(segments, transfers, strict=True))
+    ends = read_pins(segments, len(kept), pinned) if pinned is not None else {}
+    copies = 2 if schedule == ASYNCHRONOUS else 1
+    items = tuple(item(segment, transfer, copies) for segment, transfer in zip(segments, transfers, strict=True))
+    limit = None if memory_limit is None else memory_limit // chunks
     try:
-        cuts = solve_partition(Chain(items, kept, micro_batches, memory_limit, ends))
+        cuts = solve_partition(Chain(items, kept, micro_batches, limit, ends))
     except Infeasible as error:
-        raise InputError(does_not_fit(segments, error, kept, memory_limit or 0, pinned is not None)) from None
-    return priced(segments, cuts, kept, transfers, schedule, micro_batches)
+        least = error.least_bytes * chunks
+        raise InputError(
+            does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, copies)
+        ) from None
+    starts = (0, *cuts[:-1])
+    stages = tuple(
+        stage_cost(segments[start:stop], count, copies) for start, stop, count in zip(starts, cuts, kept, strict=True)
+    )
+    times = stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]])
+    return priced(stages, order, times, None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches))
 
 
-def item(segment: SegmentCost, transfer_s: float) -> Item:
+def stage_times(stages: Sequence[StageCost], transfers: Sequence[float]) -> Times:
+    """What a simulation needs."""
+    return Times(
+        tuple(s.forward_s for s in stages),
+        tuple(s.backward_s - s.weight_s for s in stages),
+        tuple(s.weight_s for s in stages),
+        tuple(transfers),
+    )
+
+
+def priced(stages: tuple[StageCost, ...], order: Schedule, times: Times, settled: tuple[int, int] | None = None) -> StageChoice:
+    """The time of a step of an order; of (ranks, micro-batches) without flushes when `settled`."""
+    timeline: Timeline = timed(order, times) if settled is None else steady(*settled, times)
+    return StageChoice(stages, timeline.step_s, timeline.bubble, timeline.in_flight, order, times)
+
+
+def item(segment: SegmentCost, transfer_s: float, copies: int) -> Item:
     """A segment as the solver sees it; both directions of a cut's transfers count."""
-    shared = {path: parameter_memory(size) for path, size in segment.parameter_bytes.items()}
+    shared = {path: parameter_memory(size, copies) for path, size in segment.parameter_bytes.items()}
     return Item(segment.forward_s + segment.backward_s, 2 * transfer_s, segment.activation_bytes, shared)
 
 
-def parameter_memory(size_bytes: int) -> int:
-    """Bytes of a parameter with its gradient and optimizer state."""
-    return (2 + OPTIMIZER_PER_PARAMETER) * size_bytes
+def parameter_memory(size_bytes: int, copies: int) -> int:
+    """Bytes of a parameter with its gradient, `copies` of both, and optimizer state."""
+    return (2 * copies + OPTIMIZER_PER_PARAMETER) * size_bytes
 
 
-def priced(
-    segments: Sequence[SegmentCost],
-    cuts: Cuts,
-    kept: Sequence[int],
-    transfers: Sequence[float],
-    schedule: str,
-    micro_batches: int,
-) -> StageChoice:
-    """The stages of given cuts, and the time of a step."""
-    stages = tuple(
-        stage_cost(segments[start:stop], count) for start, stop, count in zip((0, *cuts[:-1]), cuts, kept, strict=True)
-    )
-    timeline = simulate(
-        schedule,
-        stages=len(stages),
-        micro_batches=micro_batches,
-        forward_s=[s.forward_s for s in stages],
-        backward_input_s=[s.backward_s for s in stages],
-        transfer_s=[transfers[stop - 1] for stop in cuts[:-1]],
-    )
-    return StageChoice(stages, timeline.step_s, timeline.bubble, timeline.in_flight)
-
-
-def stage_cost(segments: Sequence[SegmentCost], in_flight: int) -> StageCost:
+def stage_cost(segments: Sequence[SegmentCost], in_flight: int, copies: int = 1) -> StageCost:
     """Sums over a stage's segments, every parameter once."""
     local = {path: size for s in segments for path, size in s.parameter_bytes.items()}
     parameters = sum(local.values())
@@ -136,19 +156,21 @@ def stage_cost(segments: Sequence[SegmentCost], in_flight: int) -> StageCost:
         sum(s.forward_s for s in segments),
         sum(s.backward_s for s in segments),
         Memory(
-            parameters=parameters,
-            gradients=parameters,
+            parameters=copies * parameters,
+            gradients=copies * parameters,
             optimizer=OPTIMIZER_PER_PARAMETER * parameters,
             activations=activations,
         ),
+        sum(s.weight_s for s in segments),
     )
 
 
-def read_pins(segments: Sequence[SegmentCost], mesh: Mesh, pinned: Sequence[Sequence[str]]) -> dict[int, int]:
+def read_pins(segments: Sequence[SegmentCost], num_stages: int, pinned: Sequence[Sequence[str]]) -> dict[int, int]:
     """End of every stage that the user gave. InputError at the first name that is out of place."""
-    if len(pinned) != mesh.pp:
+    if len(pinned) != num_stages:
         raise InputError(
-            f"plan.yaml: stages: found {len(pinned)} stages, expected pp={mesh.pp}; leave stages out to have them chosen"
+            f"plan.yaml: stages: found {len(pinned)} stages, expected pp * chunks = {num_stages}; "
+            "leave stages out to have them chosen"
         )
     at = 0
     ends = {}
@@ -166,7 +188,7 @@ def read_pins(segments: Sequence[SegmentCost], mesh: Mesh, pinned: Sequence[Sequ
         ends[stage] = at
     if at < len(segments):
         raise InputError(
-            f"plan.yaml: stages[{mesh.pp - 1}].layers: {segments[at].name} is in no stage; the last stage ends the model"
+            f"plan.yaml: stages[{num_stages - 1}].layers: {segments[at].name} is in no stage; the last stage ends the model"
         )
     return ends
 
@@ -177,10 +199,14 @@ def reason(segments: Sequence[SegmentCost], name: str) -> str:
     return "stages hold consecutive segments in the model's order" if known else f"the model has no segment {name}"
 
 
-def does_not_fit(segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limit: int, pinned: bool) -> str:
-    """One line: the stage that needs most under the best cuts, what it needs, and what would fit."""
+def does_not_fit(
+    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, copies: int
+) -> str:
+    """One line: the stage that needs most under the best cuts, what it needs, and what would fit. `limits`: what was allowed,
+    and the least that will do."""
+    limit, least = limits
     starts = (0, *error.cuts[:-1])
-    costs = [stage_cost(segments[i:j], count) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
+    costs = [stage_cost(segments[i:j], count, copies) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
     stage, cost = max(enumerate(costs), key=lambda found: found[1].memory.total)
     memory = cost.memory
     held = (
@@ -192,6 +218,6 @@ def does_not_fit(segments: Sequence[SegmentCost], error: Infeasible, kept: Seque
     cure = "leave stages out, allow" if pinned else "allow"
     return (
         f"memory_limit: {where} ({cost.segments[0]} to {cost.segments[-1]}) needs {format_bytes(memory.total)} "
-        f"on a rank: {held}; the limit is {format_bytes(limit)}; {cure} {error.least_bytes} bytes, "
+        f"on a rank: {held}; the limit is {format_bytes(limit)}; {cure} {least} bytes, "
         "or use a larger pp or tp, a smaller micro_batch or a shorter seq"
     )

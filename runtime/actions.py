@@ -2,7 +2,8 @@
 
 An action prints as stage, kind and micro-batch, and parses back: `2F0` is the forward of micro-batch 0 on stage 2.
 
-    F        forward of a stage on a micro-batch          B        its backward
+    F        forward of a stage on a micro-batch          B        its backward; without its weight gradients if a W follows
+    W        weight gradients that the backward put off
     SEND_F   outputs of the stage to the next stage       RECV_F   inputs of the stage from the previous stage
     SEND_B   gradients of the inputs to the previous      RECV_B   gradients of the outputs from the next stage
     REDUCE   sums of the stage's parameter gradients over ranks, after its last backward; has no micro-batch (`2REDUCE`)
@@ -20,6 +21,7 @@ class Kind(Enum):
 
     F = "F"
     B = "B"
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -27,7 +29,7 @@ class Kind(Enum):
     REDUCE = "REDUCE"
 
 
-_TEXT = re.compile(r"(\d+)(F|B|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
+_TEXT = re.compile(r"(\d+)(F|B|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,30 @@ Actions = tuple[Action, ...]
 
 Schedule = tuple[Actions, ...]
 """Of all pipeline ranks, by pp coordinate."""
+
+
+StageRanks = tuple[int, ...]
+"""By stage, the pp coordinate of the ranks that hold it."""
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.W})
+"""What keeps a rank busy."""
+
+
+def stage_ranks(schedule: Schedule) -> StageRanks:
+    """Where each stage of a schedule runs; ValueError when one runs nowhere or on two ranks."""
+    found: dict[int, int] = {}
+    for rank, actions in enumerate(schedule):
+        for stage in {a.stage for a in actions}:
+            if found.setdefault(stage, rank) != rank:
+                raise ValueError(f"stage {stage} is on ranks {found[stage]} and {rank}; a stage runs on one rank")
+    if missing := set(range(max(found, default=0) + 1)) - found.keys():
+        raise ValueError(f"stage {min(missing)} is on no rank")
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def split_backwards(actions: Actions) -> frozenset[tuple[int, int]]:
+    """(stage, micro-batch) of the backwards that leave their weight gradients to a W."""
+    return frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.W)
 
 
 def show(schedule: Schedule) -> str:

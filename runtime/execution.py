@@ -89,7 +89,7 @@ class StepExecution:
         return 0 if self._saved is None else self._saved.peak
 
     def _received(self, action: Action) -> list[Tensor]:
-        receive = needed_receive(action, self._stage.num_stages)
+        receive = needed_receive(action, tuple(range(self._stage.num_stages)))
         return [] if receive is None else self._transfers.wait(receive)
 
     def _forward(self, action: Action) -> None:

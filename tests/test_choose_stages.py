@@ -1,4 +1,4 @@
-"""The partition solver against brute force, stage choice, and schedules in time."""
+"""The partition solver against brute force, and stage choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from meshwright.compiler.hardware import Link
 from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages
-from meshwright.passes.simulate import simulate
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
@@ -151,6 +150,26 @@ def test_step_time_and_bubble_are_those_of_the_schedule() -> None:
     assert choose(1).bubble == 0
 
 
+def test_chunks_are_stages_and_share_the_memory_limit() -> None:
+    choice = choose(2, schedule="interleaved", chunks=2)
+    assert len(choice.stages) == 4
+    assert choice.step_s < choose(2).step_s
+    with pytest.raises(InputError, match="pp=3 with 3 chunks asks for as many stages, the model has 8 segments .* use pp=2"):
+        choose(3, schedule="interleaved", chunks=3)
+    with pytest.raises(InputError, match=r"allow \d+ bytes") as caught:
+        choose(2, schedule="interleaved", chunks=2, memory_limit=1000)
+    least = int(str(caught.value).split("allow ")[1].split(" bytes")[0])
+    found = choose(2, schedule="interleaved", chunks=2, memory_limit=least)
+    for rank in range(2):
+        assert sum(found.stages[stage].memory.total for stage in (rank, rank + 2)) <= least
+
+
+def test_two_weight_versions_take_memory() -> None:
+    stale, flushed = (choose(2, schedule=name).stages[1].memory for name in ("pipedream-2bw", "1f1b"))
+    assert (stale.parameters, stale.gradients, stale.optimizer) == (2 * flushed.parameters, 2 * flushed.gradients, flushed.optimizer)
+    assert choose(2, schedule="pipedream-2bw").bubble == pytest.approx(0)
+
+
 def test_transfers_are_charged_with_a_link() -> None:
     link = Link(latency_s=0.5, bandwidth_bytes_per_s=16.0)
     assert choose(2, link=link).step_s > choose(2).step_s
@@ -166,7 +185,7 @@ def test_pinned_stages_are_kept() -> None:
 @pytest.mark.parametrize(
     ("pinned", "message"),
     [
-        ([["embedding"]], r"stages: found 1 stages, expected pp=2"),
+        ([["embedding"]], r"stages: found 1 stages, expected pp \* chunks = 2"),
         ([["embedding"], []], r"stages\[1\].layers: found no segment"),
         ([["embedding", "layers.1"], ["head"]], r"stages\[0\].layers: found layers.1, expected layers.0; .*consecutive"),
         ([["embedding", "layers.9"], ["head"]], r"stages\[0\].layers: found layers.9, .* no segment layers.9"),
@@ -197,36 +216,3 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_more_stages_than_segments_is_an_input_error() -> None:
     with pytest.raises(InputError, match="pp=9 asks for as many stages, the model has 8 segments"):
         choose(9)
-
-
-# schedules in time
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 32)])
-def test_equal_stages_have_the_known_bubble(schedule: str, stages: int, micro_batches: int) -> None:
-    found = simulate(
-        schedule, stages=stages, micro_batches=micro_batches, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0
-    )
-    assert found.step_s == pytest.approx(3 * (micro_batches + stages - 1))
-    assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
-    assert found.idle_s == pytest.approx([3 * (stages - 1)] * stages)
-    kept = [micro_batches if schedule == "gpipe" else min(micro_batches, stages - s) for s in range(stages)]
-    assert list(found.in_flight) == kept
-
-
-def test_uneven_stages_and_transfers() -> None:
-    found = simulate("1f1b", stages=2, micro_batches=2, forward_s=[1.0, 3.0], backward_input_s=[2.0, 4.0], transfer_s=0.5)
-    # stage 1: F0 1.5-4.5, B0 4.5-8.5, F1 8.5-11.5, B1 11.5-15.5; stage 0: B0 9-11, B1 16-18
-    assert found.step_s == pytest.approx(18)
-    assert found.idle_s == pytest.approx([18 - 6, 18 - 14])
-    assert found.bubble == pytest.approx((12 + 4) / 36)
-
-
-def test_numbers_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(InputError, match="found 'pipedream', expected gpipe or 1f1b"):
-        simulate("pipedream", stages=2, micro_batches=2, forward_s=1.0, backward_input_s=1.0)
-    with pytest.raises(InputError, match="forward_s: found 3 numbers, expected one, or 2"):
-        simulate("1f1b", stages=2, micro_batches=2, forward_s=[1.0] * 3, backward_input_s=1.0)
-    with pytest.raises(InputError, match="1 or more"):
-        simulate("1f1b", stages=0, micro_batches=2, forward_s=1.0, backward_input_s=1.0)
