@@ -8,10 +8,13 @@ per call. Registered as torch operators, so that fake tensors need no data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.runtime.main_gradients import add_grouped
 
 
 def _bounds(offsets: Tensor) -> list[tuple[int, int]]:
@@ -46,27 +49,33 @@ def _fake_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty((offsets.shape[0], x.shape[1], y.shape[1]))
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+class _GroupedMM(torch.autograd.Function):
+    """Operands: x, weights, offsets."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, offsets)
+        ctx.weights = weights
+        found: Tensor = _grouped_mm(x, weights, offsets)
+        return found
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weights, offsets = ctx.saved_tensors
-    grad = grad.contiguous()
-    wants_x, wants_weights, _ = ctx.needs_input_grad
-    return (
-        _grouped_mm(grad, weights.transpose(1, 2), offsets) if wants_x else None,
-        _grouped_outer(x, grad, offsets) if wants_weights else None,
-        None,
-    )
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weights, offsets = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        wants_x, wants_weights, _ = ctx.needs_input_grad
+        grad_x = _grouped_mm(grad, weights.transpose(1, 2), offsets) if wants_x else None
+        grad_weights = None
+        if wants_weights and not add_grouped(ctx.weights, x, grad, offsets):
+            grad_weights = _grouped_outer(x, grad, offsets)
+        return grad_x, grad_weights, None
 
 
 _grouped_mm.register_fake(_fake_mm)
 _grouped_outer.register_fake(_fake_outer)
-_grouped_mm.register_autograd(_backward, setup_context=_setup)
+_apply: Callable[..., Tensor] = _GroupedMM.apply
 
 
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Rows of x by their group's matrix. See the module."""
-    found: Tensor = _grouped_mm(x, weights, offsets)
-    return found
+    return _apply(x, weights, offsets)

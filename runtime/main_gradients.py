@@ -2,20 +2,79 @@
 
 Autograd would make each micro-batch's gradient as a new tensor, then add it: three more passes over the memory of every
 weight and micro-batch. A backward calls these with the weight itself and returns what they return: None when the sum is
-in `weight.grad` already, else the gradient, for autograd to handle (no main gradient, or the weight is no leaf).
+in `weight.grad` already, else the gradient, for autograd to handle (no main gradient, or the weight is made of one otherwise than by
+transposing or reshaping it).
+
+A backward whose weight gradients wait for a W of the schedule leaves them in a `Deferral`: the products themselves, with what they read.
+The sums are the same, later. A weight knows its Deferral by an attribute, since backwards may run in threads of autograd's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+Work = Callable[[], object]
+ATTRIBUTE = "meshwright_deferral"
+
+
+class Deferral:
+    """Where backwards of a rank leave weight gradients, while it collects them."""
+
+    def __init__(self) -> None:
+        self._kept: list[Work] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Work]]:
+        """Weight gradients of backwards inside are left in the list."""
+        kept: list[Work] = []
+        self._kept = kept
+        try:
+            yield kept
+        finally:
+            self._kept = None
+
+    def take(self, work: Work) -> None:
+        """Keeps work, or does it when nothing is collected."""
+        if self._kept is None:
+            work()
+        else:
+            self._kept.append(work)
+
+
+def defer_to(weight: Tensor, deferral: Deferral) -> None:
+    """From now on the weight's gradients may be put off there."""
+    setattr(weight, ATTRIBUTE, deferral)
+
+
+def _leaf(weight: Tensor) -> Tensor | None:
+    """The parameter that a weight is, or that it is a transpose or reshape of."""
+    if weight.is_leaf:
+        return weight
+    base = weight._base
+    return base if base is not None and base.is_leaf and base.numel() == weight.numel() else None
+
 
 def main_gradient(weight: Tensor) -> Tensor | None:
-    """Where a weight's gradient may be summed in place."""
-    if not weight.is_leaf or weight.grad is None or not weight.grad.is_contiguous():
+    """Where a weight's gradient may be summed in place, in the weight's own shape."""
+    leaf = _leaf(weight)
+    if leaf is None or leaf.grad is None or not leaf.grad.is_contiguous() or not leaf.is_contiguous():
         return None
-    return weight.grad
+    if leaf is weight:
+        return weight.grad
+    return leaf.grad.as_strided(weight.shape, weight.stride(), leaf.grad.storage_offset())
+
+
+def add_later(weight: Tensor, work: Work) -> None:
+    """Adds to a weight's main gradient, now or when its W comes."""
+    deferral = getattr(_leaf(weight), ATTRIBUTE, None)
+    if isinstance(deferral, Deferral):
+        deferral.take(work)
+    else:
+        work()
 
 
 def add_outer(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -23,7 +82,7 @@ def add_outer(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None or main.dtype != grad.dtype:
         return grad.t() @ x
-    main.addmm_(grad.t(), x)
+    add_later(weight, lambda: main.addmm_(grad.t(), x))
     return None
 
 
@@ -32,7 +91,7 @@ def add_column_sums(bias: Tensor, grad: Tensor) -> Tensor | None:
     main = main_gradient(bias)
     if main is None or main.dtype != grad.dtype:
         return grad.sum(0)
-    main.add_(grad.sum(0))
+    add_later(bias, lambda: main.add_(grad.sum(0)))
     return None
 
 
@@ -42,5 +101,22 @@ def add_rows(table: Tensor, ids: Tensor, grad: Tensor) -> Tensor | None:
     if main is None or main.dtype != grad.dtype or grad.device.type != "cpu":
         whole: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, ids, table.shape[0], -1, False)
         return whole
-    main.index_add_(0, ids, grad)
+    add_later(table, lambda: main.index_add_(0, ids, grad))
     return None
+
+
+def add_grouped(weights: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> bool:
+    """Gradient of weights (E, k, n) in rows x (rows, k) -> (rows, n) by the group's matrix; group e ends before row offsets[e].
+    False when there is no main gradient to add it to."""
+    main = main_gradient(weights)
+    if main is None or main.dtype != grad.dtype:
+        return False
+
+    def add() -> None:
+        ends = [int(end) for end in offsets.tolist()]
+        for part, start, stop in zip(main.unbind(0), [0, *ends[:-1]], ends, strict=True):
+            if stop > start:
+                part.addmm_(x[start:stop].t(), grad[start:stop])
+
+    add_later(weights, add)
+    return True
