@@ -31,7 +31,8 @@ from meshwright.plans.reading import EXPECTED, read_declaration
 from meshwright.plans.save import PLAN_FILE, check_free, load_checked, load_plan, load_program, load_programs, load_signature
 from meshwright.plans.show import WIDTH, plain, show_layer, show_plan, show_rank
 from meshwright.plans.yaml_io import load
-from meshwright.runtime.schedules import named_order
+from meshwright.runtime.schedules import plan_order
+from meshwright.runtime.soundness import UnsoundError
 
 MODEL_FORMS = "a model directory, a config.json, a .gguf file, a hub id or package.module:factory"
 DEBUG = "--debug"
@@ -71,7 +72,9 @@ class Driver(Protocol):
     """The part of meshwright.driver that commands call."""
 
     def compile_plan(self, model: str, *, declaration: Declaration, progress: Callable[[str], None]) -> Compiled: ...
-    def dry_run_rank(self, plan_dir: Path, rank: int) -> Report: ...
+    def dry_run_rank(self, plan_dir: Path, rank: int) -> Sequence[Report]: ...
+
+    def check_pipeline(self, document: PlanDocument, programs: Mapping[str, str]) -> object: ...
 
 
 def load_driver() -> Driver:
@@ -95,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if DEBUG in words:
             traceback.print_exc()
         message = error.format_message() if isinstance(error, TyperException) else str(error)
-        print("error:", " ".join(message.split()) or "see meshwright --help", file=sys.stderr)
+        grid = message if isinstance(error, CheckFailedError) else " ".join(message.split())
+        print("error:", grid or "see meshwright --help", file=sys.stderr)
         return DIFFERENT if isinstance(error, CheckFailedError) else BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -230,14 +234,15 @@ def check_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a plan and its programs, and run programs on fake tensors, for any number of ranks."""
+    """Validate a plan and its programs, prove that no rank waits for ever, and run programs on fake tensors, for any number of ranks."""
     document, _ = load_checked(plan_dir)
-    load_programs(plan_dir, document)
+    programs = load_programs(plan_dir, document)
     world_size = document.mesh.world_size
     ranks = [document.mesh.rank(pp=stage) for stage in range(document.mesh.pp)]
     if rank is not None:
         ranks = [_rank(rank, document)]
     found: dict[int, tuple[str, ...]] = {}
+    _check_pipeline(document, programs)
     with _progress() as progress:
         for number in ranks:
             progress(f"rank {number} of {world_size}")
@@ -245,7 +250,7 @@ def check_command(
     if as_json:
         print(json.dumps({"plan": str(plan_dir), "ranks": found}))
         return
-    print(f"{plan_dir}: plan, {len(document.programs)} programs and digests are in order")
+    print(f"{plan_dir}: plan, {len(document.programs)} programs and digests are in order; no rank can wait for ever")
     for lines in found.values():
         print("\n".join(lines))
 
@@ -266,8 +271,16 @@ def _rank(text: str, document: PlanDocument) -> int:
 def _dry_run(plan_dir: Path, rank: int) -> tuple[str, ...]:
     """What a dry run found; one that fails is a failed check, not bad input."""
     try:
-        return tuple(load_driver().dry_run_rank(plan_dir, rank).lines())
+        return tuple(line for report in load_driver().dry_run_rank(plan_dir, rank) for line in report.lines())
     except InputError as error:
+        raise CheckFailedError(str(error)) from error
+
+
+def _check_pipeline(document: PlanDocument, programs: Mapping[str, str]) -> None:
+    """A schedule that cannot run is a failed check; its error has the grid of actions."""
+    try:
+        load_driver().check_pipeline(document, programs)
+    except UnsoundError as error:
         raise CheckFailedError(str(error)) from error
 
 
@@ -298,8 +311,7 @@ def _schedule(document: PlanDocument) -> list[list[str]]:
     """Each pipeline rank's actions as text; none when nobody could read so many."""
     if document.num_micro_batches * document.mesh.pp > WIDTH:
         return [[]]
-    order = named_order(document.schedule, document.mesh.pp, document.chunks, document.num_micro_batches)
-    return [list(map(str, rank)) for rank in order]
+    return [list(map(str, rank)) for rank in plan_order(document, document.num_micro_batches)]
 
 
 def _print(renderable: RenderableType) -> None:

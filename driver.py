@@ -2,7 +2,8 @@
 
     compile_plan     MODEL and a Declaration -> CompiledPlan (document, programs, model files)
     plan_captured    the same from a model that is captured already, for another mesh
-    dry_run_rank     one rank's program of a plan directory on fake tensors, for any world size
+    check_pipeline   proof that no rank of a plan waits for ever
+    dry_run_rank     one rank's programs of a plan directory on fake tensors, for any world size
 
 Choosing fills the document and nothing else; emission reads the graph and the document and decides nothing. So compiling from
 a complete plan repeats it, and compiling from an edited one applies the edits or refuses them.
@@ -37,20 +38,24 @@ from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
-from meshwright.passes.choose_stages import StageChoice, choose_stages
+from meshwright.passes.choose_schedule import DEFAULT, Pipeline, ScheduleChoice, choose_schedule
+from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, Layout
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
-from meshwright.plans.programs import program_name
+from meshwright.plans.programs import program_name, stage_facts
 from meshwright.plans.reading import read_plan
 from meshwright.plans.save import load_checked, load_program, load_programs, save_plan_dir
 from meshwright.plans.show import summary
 from meshwright.plans.signature import Signature
+from meshwright.runtime.actions import Schedule
 from meshwright.runtime.dryrun import DryReport, dry_run
 from meshwright.runtime.program import load_program as load_stage
+from meshwright.runtime.schedules import plan_schedule
+from meshwright.runtime.soundness import check_schedule
 
 Progress = Callable[[str], None]
 DEFAULT_SEQ = 128
@@ -152,6 +157,7 @@ def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> Compi
     document = write_document(captured, assignment, stages, setting, notes, collective_seconds(pricing))
     tell("emitting programs")
     programs = emit(kinds, document)
+    check_pipeline(document, programs)
     return CompiledPlan(document, programs, model_files(captured))
 
 
@@ -214,24 +220,32 @@ def trivial(kinds: Kinds, legal: Legal, pins: LayoutPins, regions: Mapping[str, 
     return assign(kinds, legal, results, {p.path: I for p in kinds.graph.parameters}, regions)
 
 
-def pipeline(pricing: Pricing, setting: Setting) -> StageChoice:
-    """Stages by modelled time and memory, pinned cuts kept."""
+def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
+    """Schedule and stages by modelled time and memory, pinned cuts kept."""
     declared = setting.declaration
-    return choose_stages(
+    pinned = tuple(expand_all(s.layers) for s in declared.stages) if declared.stages is not None else None
+    choice = choose_schedule(
         segment_costs(pricing),
-        setting.mesh,
-        schedule=declared.schedule or "1f1b",
-        micro_batches=setting.micro_batches,
-        memory_limit=declared.memory_limit,
-        pinned=tuple(expand_all(s.layers) for s in declared.stages) if declared.stages is not None else None,
-        link=setting.hardware.link_for("pp", setting.mesh),
+        Pipeline(
+            setting.mesh,
+            setting.micro_batches,
+            declared.schedule or DEFAULT,
+            declared.chunks,
+            declared.memory_limit,
+            pinned,
+            setting.hardware.link_for("pp", setting.mesh),
+        ),
     )
+    if declared.stage_ranks not in (None, choice.stage_ranks):
+        expected = " ".join(map(str, choice.stage_ranks))
+        raise InputError(f"plan.yaml: stage_ranks: expected {expected}, which is how {choice.name} deals stages; or leave it out")
+    return choice
 
 
 def write_document(
     captured: Captured,
     assignment: Assignment,
-    stages: StageChoice,
+    choice: ScheduleChoice,
     setting: Setting,
     notes: tuple[str, ...],
     collectives: Mapping[str, float],
@@ -259,12 +273,19 @@ def write_document(
         "reduce_dtype": declared.reduce_dtype or "fp32",
         "zero": declared.zero or 0,
         "recompute": declared.recompute or "none",
-        "schedule": declared.schedule or "1f1b",
-        "chunks": declared.chunks or 1,
+        "schedule": choice.name,
+        "chunks": choice.chunks,
+        "stage_ranks": list(choice.stage_ranks) if choice.chunks > 1 else None,
         "sequence_parallel": declared.sequence_parallel or "auto",
         "stages": [
-            {"layers": compress(s.segments), "forward_s": s.forward_s, "backward_s": s.backward_s, "memory": s.memory.model_dump()}
-            for s in stages.stages
+            {
+                "layers": compress(s.segments),
+                "forward_s": s.forward_s,
+                "backward_s": s.backward_s,
+                "backward_weight_s": s.weight_s,
+                "memory": s.memory.model_dump(),
+            }
+            for s in choice.stages.stages
         ],
         "parameters": compress_mapping(layouts_of(assignment)),
         "kinds": {
@@ -272,7 +293,7 @@ def write_document(
             for name, kind in kinds.by_name.items()
         },
         "notes": [*captured.graph.notes, *notes],
-        "predicted": {**predicted(stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
+        "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
     })
     validate(document, signature)
     return document
@@ -298,6 +319,16 @@ def emit(kinds: Kinds, document: PlanDocument) -> dict[str, str]:
     return {program_name(k): emit_stage(staging, k) for k in range(len(cut))}
 
 
+def check_pipeline(document: PlanDocument, programs: Mapping[str, str]) -> Schedule:
+    """The schedule of a plan, proved to run with its programs on its mesh. UnsoundError, with the grid, when it cannot."""
+    schedule = plan_schedule(document, document.num_micro_batches)
+    names = [program_name(stage) for stage in range(len(document.stages))]
+    if missing := next((name for name in names if name not in programs), None):
+        raise InputError(f"plan.yaml: programs: {missing} is missing; compile again with --from")
+    check_schedule(schedule, [stage_facts(programs[name], Path("programs") / name) for name in names], document.mesh)
+    return schedule
+
+
 def model_files(captured: Captured) -> dict[str, bytes]:
     """Files of model/: the signature, buffers that constants read, the configuration."""
     files = {"signature.json": Signature.model_validate(captured.signature).to_json().encode()}
@@ -307,23 +338,28 @@ def model_files(captured: Captured) -> dict[str, bytes]:
     return files
 
 
-def dry_run_rank(plan_dir: str | Path, rank: int) -> DryReport:
-    """Runs one rank's program on fake tensors. InputError for a bad plan, a rank off the mesh, or a program that does not fit."""
+def dry_run_rank(plan_dir: str | Path, rank: int) -> tuple[DryReport, ...]:
+    """Runs one rank's programs on fake tensors, one report per stage. InputError for a bad plan, a rank off the mesh, or a program
+    that does not fit."""
     document, signature = load_checked(plan_dir)
     load_programs(plan_dir, document)
     try:
-        stage = document.mesh.coordinates(rank)["pp"]
+        coordinate = document.mesh.coordinates(rank)["pp"]
     except ValueError as error:
         raise InputError(str(error)) from None
+    return tuple(dry_run_stage(Path(plan_dir), document, signature, rank, stage) for stage in document.stages_of(coordinate))
+
+
+def dry_run_stage(plan_dir: Path, document: PlanDocument, signature: Signature, rank: int, stage: int) -> DryReport:
+    """Runs one stage's program on fake tensors, as a rank has it."""
     name = program_name(stage)
-    path = Path(plan_dir) / "programs" / name
-    program = load_stage(load_program(plan_dir, document, name), stage, path)
+    program = load_stage(load_program(plan_dir, document, name), stage, plan_dir / "programs" / name)
     layouts = document.parameter_layouts
     parameters = {
         p: (layouts[p].local_shape(signature.parameters[p].shape, document.mesh), signature.parameters[p].dtype)
         for p in program.parameters
     }
-    with safe_open(Path(plan_dir) / "model" / "buffers.safetensors", framework="pt") as buffers:
+    with safe_open(plan_dir / "model" / "buffers.safetensors", framework="pt") as buffers:
         shapes = {n: (tuple(buffers.get_tensor(n).shape), dtype_name(buffers.get_tensor(n))) for n in buffers.keys()}  # noqa: SIM118
     return dry_run(
         program,

@@ -221,7 +221,7 @@ def kept_after(actions: Actions) -> tuple[int, ...]:
     for action in actions:
         if action.kind is Kind.F:
             now += 1
-        elif action.kind is Kind.W or (action.stage, action.micro_batch) not in split:
+        elif action.kind is Kind.W or (action.kind is Kind.B and (action.stage, action.micro_batch) not in split):
             now -= 1
         found.append(now)
     return tuple(found)

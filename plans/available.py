@@ -14,8 +14,7 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "precision": ("fp32",),
     "reduce_dtype": ("fp32",),
     "recompute": ("none", "full"),
-    "schedule": ("gpipe", "1f1b"),
-    "chunks": (1,),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto"),
     "devices": (),
 }
 """By key of the plan; () when the key cannot be used at all."""

@@ -2,6 +2,7 @@
 
     check_batch        global_batch = dp * micro_batch * a whole number of micro-batches
     check_stages       one stage per pp rank and chunk; no segment in two stages; layers in ascending order
+    check_placement    every pp rank has as many stages as there are chunks
     check_segments     the stages' segments are the kinds' segments, each once
     check_parameters   no name twice; no parameter partial, or laid out over pp
 """
@@ -49,6 +50,14 @@ def check_stages(layers: Sequence[Sequence[str]], mesh: Mesh | None, chunks: int
                 raise Conflict(f"stages[{stage}].layers", f"{name} is in stages[{stage_of[name]}] already")
             stage_of[name] = stage
     _check_order(stage_of)
+
+
+def check_placement(stage_ranks: Sequence[int], mesh: Mesh, chunks: int) -> None:
+    """`stage_ranks` is the pp coordinate of each stage."""
+    wanted = sorted(list(range(mesh.pp)) * chunks)
+    if sorted(stage_ranks) != wanted:
+        found = " ".join(map(str, stage_ranks))
+        raise Conflict("stage_ranks", f"found {found}, expected each pp rank 0 to {mesh.pp - 1} {chunks} times, in the stages' order")
 
 
 def check_segments(layers: Sequence[Sequence[str]], kinds: Mapping[str, Sequence[str]]) -> None:

@@ -28,6 +28,8 @@ KEYS = (
     "recompute",
     "schedule",
     "chunks",
+    "stage_ranks",
+    "actions",
     "sequence_parallel",
 )
 """Keys whose values are compared as they are."""

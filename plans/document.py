@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from meshwright.plans.available import unavailable
-from meshwright.plans.consistency import Conflict, check_batch, check_parameters, check_segments, check_stages
+from meshwright.plans.consistency import Conflict, check_batch, check_parameters, check_placement, check_segments, check_stages
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
 from meshwright.plans.mesh import AXES, Mesh
@@ -164,14 +164,16 @@ class StageDeclaration(Frozen):
     layers: Names
     forward_s: Seconds | None = None
     backward_s: Seconds | None = None
+    backward_weight_s: Seconds | None = None
     memory: Memory | None = None
 
 
 class Stage(StageDeclaration):
-    """A pipeline stage with its predicted seconds per micro-batch."""
+    """A pipeline stage with its predicted seconds per micro-batch. `backward_weight_s` is the part of `backward_s` that can be put off."""
 
     forward_s: Seconds
     backward_s: Seconds
+    backward_weight_s: Seconds = 0.0
     memory: Memory
 
 
@@ -222,6 +224,8 @@ class Declaration(Frozen):
     recompute: Recompute | None = None
     schedule: Schedule | None = None
     chunks: Count | None = None
+    stage_ranks: Annotated[tuple[Amount, ...], Field(strict=False)] | None = None
+    actions: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     sequence_parallel: Literal["auto", "on", "off"] | None = None
     stages: Annotated[tuple[StageDeclaration, ...], Field(strict=False)] | None = None
     parameters: Mapping[str, LayoutField] | None = None
@@ -240,6 +244,8 @@ class Declaration(Frozen):
             check_batch(self.global_batch, self.micro_batch, self.mesh)
         if self.stages is not None:
             check_stages([stage.layers for stage in self.stages], self.mesh, self.chunks or 1)
+        if self.stage_ranks is not None and self.mesh is not None:
+            check_placement(self.stage_ranks, self.mesh, self.chunks or 1)
         if self.stages is not None and self.kinds is not None and all(k.segments for k in self.kinds.values()):
             segments = {name: kind.segments or () for name, kind in self.kinds.items()}
             check_segments([stage.layers for stage in self.stages], segments)
@@ -279,6 +285,19 @@ class PlanDocument(Declaration):
     def num_micro_batches(self) -> int:
         """Micro-batches of a step on each dp rank."""
         return self.global_batch // (self.mesh.dp * self.micro_batch)
+
+    @cached_property
+    def ranks_of_stages(self) -> tuple[int, ...]:
+        """The pp coordinate of every stage: `stage_ranks`, or round and round."""
+        return self.stage_ranks or tuple(range(self.mesh.pp)) * self.chunks
+
+    def stages_of(self, coordinate: int) -> tuple[int, ...]:
+        """The stages of the ranks with a pp coordinate."""
+        return tuple(stage for stage, rank in enumerate(self.ranks_of_stages) if rank == coordinate)
+
+    def memory_of(self, coordinate: int) -> int:
+        """Predicted bytes of a rank with a pp coordinate."""
+        return sum(self.stages[stage].memory.total for stage in self.stages_of(coordinate))
 
     @cached_property
     def parameter_layouts(self) -> Mapping[str, Layout]:

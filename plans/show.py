@@ -88,8 +88,8 @@ def show_rank(
     if not 0 <= rank < mesh.world_size:
         raise InputError(f"--rank: found {rank}, expected 0 to {mesh.world_size - 1} on the mesh {mesh}")
     at = mesh.coordinates(rank)
-    stage = document.stages[at["pp"]]
-    held = {path: signature.parameters[path] for path in stage_parameters[at["pp"]]}
+    stages = document.stages_of(at["pp"])
+    held = {path: signature.parameters[path] for stage in stages for path in stage_parameters[stage]}
     peers = [
         (f"{axis} group", ", ".join(map(str, group)))
         for axis in AXES
@@ -98,7 +98,7 @@ def show_rank(
     named = RANK_AXES if mesh.ep == 1 else AXES
     rows = [
         ("rank", f"{rank} of {mesh.world_size}: {', '.join(f'{a}={at[a]}' for a in named)}"),
-        ("stage", f"{at['pp']}: {', '.join(stage.layers)}"),
+        *(("stage", f"{stage}: {', '.join(document.stages[stage].layers)}") for stage in stages),
         *((name, text if len(text) <= 80 else text[:77] + "...") for name, text in peers),
         ("parameters", _held(document, held)),
     ]
@@ -107,7 +107,7 @@ def show_rank(
 
 def _header(document: PlanDocument) -> list[tuple[str, str]]:
     model, mesh, predicted = document.model, document.mesh, document.predicted
-    fullest = max(stage.memory.total for stage in document.stages)
+    fullest = max(document.memory_of(rank) for rank in range(mesh.pp))
     limit = f", at most {format_bytes(document.memory_limit)}" if document.memory_limit is not None else ""
     modes = [f"schedule {document.schedule}", f"recompute {document.recompute}", f"zero {document.zero}"]
     return [

@@ -33,7 +33,7 @@ COMMENTS: Mapping[str, str] = {
 """Comment above a section, by its first key."""
 
 _WIDTH = 118
-_OMITTED_WHEN_NONE = ("devices", "decisions")
+_OMITTED_WHEN_NONE = ("devices", "decisions", "stage_ranks", "actions")
 
 
 def load(path: Path, name: str | None = None) -> object:

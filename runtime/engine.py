@@ -16,33 +16,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import RANK_AXES
-from meshwright.plans.programs import program_name
 from meshwright.plans.save import load_checked, load_programs
-from meshwright.runtime.actions import Kind, Schedule
+from meshwright.runtime.actions import Schedule
 from meshwright.runtime.agreement import FailureReport, together
-from meshwright.runtime.axes import ProcessAxis
-from meshwright.runtime.batch import check_batch, flat_inputs, micro_batches, rank_rows
+from meshwright.runtime.batch import check_batch, flat_inputs
 from meshwright.runtime.checkpoint import PARAMETERS, Progress, State, load_checkpoint, save_checkpoint
-from meshwright.runtime.context import Context, Weights
-from meshwright.runtime.execution import Stage, StepExecution
+from meshwright.runtime.context import Context
+from meshwright.runtime.execution import StepExecution, StepRecord
 from meshwright.runtime.gathering import gather
 from meshwright.runtime.gradients import FlatParameters, clip_scale
-from meshwright.runtime.launch import backward_group, choose_device, join_processes, place, tied_groups
-from meshwright.runtime.memory import SavedBytes
+from meshwright.runtime.launch import choose_device, join_processes, place, tied_groups
 from meshwright.runtime.optimizer import Optimizer, read_options
-from meshwright.runtime.program import Boundary, load_program
-from meshwright.runtime.schedules import build, finished_sends
-from meshwright.runtime.transfers import Channel, Transfers
+from meshwright.runtime.stages import RankStages
 from meshwright.runtime.weight_copy import locate_weights
 from meshwright.runtime.weights import Reader, whole
 
@@ -63,7 +56,7 @@ class Metrics:
 class Engine:
     """A rank of a plan. `optimizer` may be left out when nothing is trained; `device` defaults to this rank's GPU, else
     the CPU. A rank that waits longer than `timeout_s` for another gives up. Without `dropout` nothing is random.
-    `learning_rate` may be set at any time."""
+    `learning_rate` may be set at any time. `peak_in_flight`: the most (stage, micro-batch) pairs that activations were kept for."""
 
     def __init__(
         self,
@@ -82,21 +75,17 @@ class Engine:
         self.rank = dist.get_rank()
         self.step = 0
         self._placement = place(directory, texts, self.plan, self.signature, self.rank)
-        self._stage_index = self._placement.at["pp"]
-        name = program_name(self._stage_index)
-        self._program = load_program(texts[name], self._stage_index, directory / "programs" / name)
         self._tied = tied_groups(self._placement, self._axes, timeout_s)
-        self._backward_group = backward_group(self.plan.mesh, self._axes["pp"], self.device, timeout_s)
         self._parameters = FlatParameters(self._placement, self.device)
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
-        self._stage = self._bind(directory, dropout)
+        context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
+        self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters.tensors, timeout_s)
         values, gradients = self._parameters.values, self._parameters.gradients
         self._optimizer = None if options is None else Optimizer(options, values, gradients)
         self.learning_rate = 0.0 if options is None else options.lr
         self._peak_activation_bytes = 0
-        self._watched: set[int] = set()
-        self._schedule = cache(self._build_schedule)
+        self.peak_in_flight = 0
 
     def train_step(self, batch: Mapping[str, object]) -> Metrics:
         """Loss and gradients of a global batch, then one update."""
@@ -111,15 +100,16 @@ class Engine:
         self.step += 1
         return Metrics(metrics.loss, metrics.grad_norm, metrics.tokens, self.step)
 
-    def forward_backward(self, batch: Mapping[str, object]) -> Metrics:
-        """Loss and gradients of a global batch."""
+    def forward_backward(self, batch: Mapping[str, object], record: StepRecord | None = None) -> Metrics:
+        """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions."""
         inputs = flat_inputs(batch)
         num_micro_batches = check_batch(inputs, self.plan, self.signature)
-        execution = self._execution(inputs, num_micro_batches)
+        execution = self._stages.execution(inputs, num_micro_batches, self.step, record)
         with self._reported("forward and backward", execution):
             self._parameters.gradients.zero_()
-            execution.run(self._schedule(num_micro_batches)[self._stage_index])
+            execution.run(self._stages.schedule(num_micro_batches)[self._placement.at["pp"]])
         self._peak_activation_bytes = max(self._peak_activation_bytes, execution.peak_saved_bytes)
+        self.peak_in_flight = max(self.peak_in_flight, execution.peak_in_flight)
         with self._reported("gradient sums"):
             self._parameters.reduce(self._axes, self._tied)
             loss, square = self._sum_over_ranks(execution.loss)
@@ -172,7 +162,7 @@ class Engine:
     @property
     def schedule(self) -> Schedule:
         """Actions of all pipeline ranks for the plan's global batch."""
-        return self._schedule(self.plan.num_micro_batches)
+        return self._stages.schedule(self.plan.num_micro_batches)
 
     @property
     def _optimizer_name(self) -> str | None:
@@ -189,68 +179,6 @@ class Engine:
                 reader.read(
                     target, parameter.name, self._source.pieces[parameter.name], self._placement.ranges(parameter)
                 )
-
-    def _bind(self, directory: Path, dropout: bool) -> Stage:
-        context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
-        buffers: dict[str, Tensor] = {}
-        if self._program.buffers:
-            path = directory / "model" / "buffers.safetensors"
-            if not path.is_file():
-                raise InputError(f"{path}: is missing; compile again with --from")
-            buffers = load_file(path, str(self.device))
-        with torch.no_grad():
-            constants = self._program.constants(context, {name: buffers[name] for name in self._program.buffers})
-        return Stage(self._program, context, Weights(self._parameters.tensors), constants, self.plan.mesh.pp)
-
-    def _build_schedule(self, num_micro_batches: int) -> Schedule:
-        return build(self.plan.schedule, self.plan.mesh.pp, num_micro_batches)
-
-    def _execution(self, batch: Mapping[str, Tensor], num_micro_batches: int) -> StepExecution:
-        self._stage.context.step = self.step
-        inputs = {name: batch[name].to(self.device) for name in self._program.inputs}
-        dp = self._axes["dp"]
-        rows = {name: rank_rows(x, dp.size, dp.index) for name, x in inputs.items()}
-        schedule = self._schedule(num_micro_batches)
-        transfers = Transfers(self._channels(), finished_sends(schedule, self._stage_index), self.device)
-        denominators = self._denominators(inputs, num_micro_batches * dp.size)
-        saved = self._saved_bytes(num_micro_batches)
-        return StepExecution(self._stage, transfers, micro_batches(rows, num_micro_batches), denominators, saved)
-
-    def _saved_bytes(self, num_micro_batches: int) -> SavedBytes | None:
-        """A watch on what autograd saves, in the first step of each size."""
-        if self.device.type == "cuda" or num_micro_batches in self._watched:
-            return None
-        self._watched.add(num_micro_batches)
-        return SavedBytes([*self._parameters.tensors.values(), *self._stage.constants.values()])
-
-    def _denominators(self, inputs: Mapping[str, Tensor], num_micro_batches: int) -> list[Tensor]:
-        """Loss targets in the global batch, a scalar per denominator of the stage's program; 1 where there are none."""
-        totals: list[Tensor] = []
-        with torch.no_grad():
-            for part in micro_batches(inputs, num_micro_batches):
-                counts = self._program.counts(self._stage.context, self._stage.constants, part)
-                if not counts:
-                    return []
-                totals = [a + b for a, b in zip(totals, counts, strict=True)] if totals else list(counts)
-        return [total.clamp(min=1).to(torch.float32) for total in totals]
-
-    def _channels(self) -> dict[Kind, Channel]:
-        """Messages to and from the neighbouring stages."""
-        axis = self._axes["pp"]
-        if not isinstance(axis, ProcessAxis):
-            return {}
-        backward = self._backward_group
-        assert backward is not None
-        found: dict[Kind, Channel] = {}
-        if axis.index > 0:
-            rank = axis.ranks[axis.index - 1]
-            found[Kind.RECV_F] = Channel(rank, axis.group, self._program.receives)
-            found[Kind.SEND_B] = Channel(rank, backward, _differentiable(self._program.receives))
-        if axis.index + 1 < axis.size:
-            rank = axis.ranks[axis.index + 1]
-            found[Kind.SEND_F] = Channel(rank, axis.group, self._program.sends)
-            found[Kind.RECV_B] = Channel(rank, backward, _differentiable(self._program.sends))
-        return found
 
     def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
         """Global loss and squared gradient norm: bitwise the same on every rank."""
@@ -269,7 +197,3 @@ class Engine:
             return f"rank {self.rank} ({at}), step {self.step}, {doing}{action}"
 
         return FailureReport(describe)
-
-
-def _differentiable(boundaries: tuple[Boundary, ...]) -> tuple[Boundary, ...]:
-    return tuple(b for b in boundaries if b.requires_grad)

@@ -1,37 +1,64 @@
 """One rank's part of a step: the actions of its schedule, interpreted.
 
-A forward keeps, per micro-batch, what its backward needs: the received tensors (leaves that collect a gradient) and the
-gradient edges of the outputs. The outputs themselves live only until they have been sent. A boundary tensor that gets
-no gradient is answered with zeros, so that both sides always agree on the messages.
+A forward keeps, per stage and micro-batch, what its backward needs: the received tensors (leaves that collect a gradient) and the
+gradient edges of the outputs. The outputs themselves live only until they have been sent, or until the next stage of the same
+rank has taken them. A boundary tensor that gets no gradient is answered with zeros, so that both sides always agree on the messages.
+
+A backward that leaves its weight gradients to a W (runtime.main_gradients) keeps their products' operands until then; autograd's
+other saved tensors are freed. What is in flight is counted, and compared with the simulated numbers by the tests.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.runtime.actions import Action, Actions, Kind
+from meshwright.runtime.actions import Action, Actions, Kind, StageRanks
+from meshwright.runtime.batch import micro_batches
 from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.main_gradients import Deferral, Work
 from meshwright.runtime.memory import SavedBytes
 from meshwright.runtime.program import Program, Tensors
-from meshwright.runtime.schedules import needed_receive
+from meshwright.runtime.schedules import needed_receive, read_by
 from meshwright.runtime.transfers import Transfers
+
+Key = tuple[int, int]
+"""(stage, micro-batch)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage bound to a rank: its program, parameters and folded constants. `num_stages` are in the pipeline."""
+    """A stage bound to a rank: its program, parameters and folded constants."""
 
     program: Program
     context: Context
     weights: Weights
     constants: Tensors
-    num_stages: int
+
+    def denominators(self, inputs: Mapping[str, Tensor], num_micro_batches: int) -> list[Tensor]:
+        """Loss targets in a whole batch, a scalar per denominator of the program; 1 where there are none."""
+        totals: list[Tensor] = []
+        with torch.no_grad():
+            for part in micro_batches(inputs, num_micro_batches):
+                counts = self.program.counts(self.context, self.constants, part)
+                if not counts:
+                    return []
+                totals = [a + b for a, b in zip(totals, counts, strict=True)] if totals else list(counts)
+        return [total.clamp(min=1).to(torch.float32) for total in totals]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a stage reads from the batch: its inputs per micro-batch, and the loss's denominators."""
+
+    inputs: Sequence[Mapping[str, Tensor]]
+    denominators: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,95 +69,168 @@ class InFlight:
     roots: tuple[GradientEdge | None, ...]
 
 
+@dataclass(frozen=True)
+class Timed:
+    """An action of this rank by time.perf_counter: it began, had what it waited for, and ended."""
+
+    action: Action
+    start_s: float
+    ready_s: float
+    end_s: float
+
+
+@dataclass
+class StepRecord:
+    """When the actions of a step ran. On GPUs each is waited for, so that a recorded step is slower."""
+
+    actions: list[Timed] = field(default_factory=list)
+
+
 class StepExecution:
-    """Runs the actions of one step. `loss` is the FP64 sum of this rank's micro-batches (0 but on the last stage)."""
+    """Runs the actions of one step.
+
+    stage_ranks   pp coordinate of every stage; those of `stages` are this rank's
+    split         the backwards whose weight gradients are a W
+    loss          FP64 sum of this rank's micro-batches (0 on ranks without the last stage)
+    """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[int, Stage],
+        stage_ranks: StageRanks,
+        split: frozenset[Key],
+        deferral: Deferral,
         transfers: Transfers,
-        inputs: Sequence[Mapping[str, Tensor]],
-        denominators: Sequence[Tensor],
+        feeds: Mapping[int, Feed],
         saved: SavedBytes | None,
+        record: StepRecord | None = None,
     ) -> None:
-        self._stage = stage
-        self._transfers = transfers
-        self._inputs = inputs
-        self._denominators = denominators
-        self._saved = saved
-        stage.context.on_keep = None if saved is None else saved.keep
-        self._in_flight: dict[int, InFlight] = {}
-        self._outputs: dict[int, list[Tensor]] = {}
-        self._input_gradients: dict[int, list[Tensor]] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=stage.context.device)
+        self._stages, self._stage_ranks, self._split = stages, stage_ranks, split
+        self._deferral, self._transfers, self._feeds = deferral, transfers, feeds
+        self._saved, self._record = saved, record
+        self._context = next(iter(stages.values())).context
+        self._context.on_keep = None if saved is None else saved.keep
+        self._in_flight: dict[Key, InFlight] = {}
+        self._weight_work: dict[Key, list[Work]] = {}
+        self._made: dict[Action, list[Tensor]] = {}
+        self._ready_s = 0.0
+        self.loss = torch.zeros((), dtype=torch.float64, device=self._context.device)
         self.action: Action | None = None
+        self.peak_in_flight = 0
 
     def run(self, actions: Actions) -> None:
-        """All actions but REDUCE, which is the caller's."""
+        """All actions; gradients are summed over ranks by the caller."""
         for action in actions:
             self.action = action
-            match action.kind:
-                case Kind.F:
-                    self._forward(action)
-                case Kind.B:
-                    self._backward(action)
-                case Kind.RECV_F | Kind.RECV_B:
-                    self._transfers.post(action)
-                case Kind.SEND_F:
-                    self._transfers.send(action, self._outputs.pop(action.micro_batch))
-                case Kind.SEND_B:
-                    self._transfers.send(action, self._input_gradients.pop(action.micro_batch))
-                case Kind.REDUCE:
-                    self._transfers.drain()
+            if self._record is None:
+                self._do(action)
+            else:
+                self._do_timed(action, self._record)
+        self._transfers.drain()
+
+    def _do_timed(self, action: Action, record: StepRecord) -> None:
+        start = self._ready_s = time.perf_counter()
+        self._do(action)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
+        record.actions.append(Timed(action, start, self._ready_s, time.perf_counter()))
+
+    def _do(self, action: Action) -> None:
+        match action.kind:
+            case Kind.F:
+                self._forward(action)
+            case Kind.B:
+                self._backward(action)
+            case Kind.W:
+                self._weight(action)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._transfers.post(action)
+            case Kind.SEND_F | Kind.SEND_B:
+                kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
+                self._transfers.send(action, self._made.pop(Action(action.stage, kind, action.micro_batch)))
+            case Kind.REDUCE:
+                pass
 
     @property
     def peak_saved_bytes(self) -> int:
         """Largest amount that autograd kept, if it was watched."""
         return 0 if self._saved is None else self._saved.peak
 
+    @property
+    def _num_stages(self) -> int:
+        return len(self._stage_ranks)
+
     def _received(self, action: Action) -> list[Tensor]:
-        receive = needed_receive(action, tuple(range(self._stage.num_stages)))
-        return [] if receive is None else self._transfers.wait(receive)
+        """What another stage made for an action: sent, or handed over."""
+        receive = needed_receive(action, self._stage_ranks)
+        found = self._made.pop(action, []) if receive is None else self._transfers.wait(receive)
+        if self._record is not None:
+            self._ready_s = time.perf_counter()
+        return found
+
+    def _keep(self, action: Action, tensors: list[Tensor]) -> None:
+        """Keeps what an action made: under its own name to be sent, under its reader's to be handed over."""
+        reader = read_by(action, self._num_stages)
+        if reader is not None:
+            here = self._stage_ranks[reader.stage] == self._stage_ranks[action.stage]
+            self._made[reader if here else action] = tensors
 
     def _forward(self, action: Action) -> None:
-        i, program = action.micro_batch, self._stage.program
+        key, stage, feed = (action.stage, action.micro_batch), self._stages[action.stage], self._feeds[action.stage]
         received = self._received(action)
-        for tensor, boundary in zip(received, program.receives, strict=True):
+        for tensor, boundary in zip(received, stage.program.receives, strict=True):
             tensor.requires_grad_(boundary.requires_grad)
-        self._stage.context.micro_batch = i
-        with self._watch(i):
-            outputs = program.forward(
-                self._stage.context,
-                self._stage.weights,
-                self._stage.constants,
-                self._inputs[i] if self._inputs else {},
+        self._context.micro_batch = action.micro_batch
+        with self._watch(key):
+            outputs = stage.program.forward(
+                self._context,
+                stage.weights,
+                stage.constants,
+                feed.inputs[action.micro_batch] if feed.inputs else {},
                 received,
-                self._denominators,
+                feed.denominators,
             )
-        if action.stage + 1 == self._stage.num_stages:
+        if action.stage + 1 == self._num_stages:
             self.loss += outputs[0].detach()
             roots = outputs
         else:
-            self._outputs[i] = [output.detach() for output in outputs]
-            roots = tuple(o for o, b in zip(outputs, program.sends, strict=True) if b.requires_grad)
-        self._in_flight[i] = InFlight(
+            self._keep(action, [output.detach() for output in outputs])
+            roots = tuple(o for o, b in zip(outputs, stage.program.sends, strict=True) if b.requires_grad)
+        self._in_flight[key] = InFlight(
             tuple(t for t in received if t.requires_grad),
             tuple(get_gradient_edge(root) if root.requires_grad else None for root in roots),
         )
+        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight) + len(self._weight_work))
 
     def _backward(self, action: Action) -> None:
-        i = action.micro_batch
+        key = (action.stage, action.micro_batch)
         gradients = self._received(action)
-        flight = self._in_flight.pop(i)
-        if action.stage + 1 == self._stage.num_stages:
-            gradients = [torch.ones((), device=self._stage.context.device) for _ in flight.roots]
+        flight = self._in_flight.pop(key)
+        if action.stage + 1 == self._num_stages:
+            gradients = [torch.ones((), device=self._context.device) for _ in flight.roots]
         pairs = [(root, g) for root, g in zip(flight.roots, gradients, strict=True) if root is not None]
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-        if self._saved is not None:
-            self._saved.release(i)
-        if action.stage > 0:
-            self._input_gradients[i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in flight.leaves]
+        none: list[Work] = []
+        collecting: AbstractContextManager[list[Work]] = self._deferral.collecting() if key in self._split else nullcontext(none)
+        with collecting as work:
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if key in self._split:
+            self._weight_work[key] = work
+        else:
+            self._release(key)
+        self._keep(action, [torch.zeros_like(t) if t.grad is None else t.grad for t in flight.leaves])
 
-    def _watch(self, micro_batch: int) -> AbstractContextManager[object]:
-        return nullcontext() if self._saved is None else self._saved.of(micro_batch)
+    def _weight(self, action: Action) -> None:
+        """Each product's operands are freed with it."""
+        work = self._weight_work.pop((action.stage, action.micro_batch))
+        work.reverse()
+        while work:
+            work.pop()()
+        self._release((action.stage, action.micro_batch))
+
+    def _release(self, key: Key) -> None:
+        if self._saved is not None:
+            self._saved.release(key)
+
+    def _watch(self, key: Key) -> AbstractContextManager[object]:
+        return nullcontext() if self._saved is None else self._saved.of(key)

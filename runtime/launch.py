@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.programs import program_name, stage_parameters
 from meshwright.plans.signature import Signature
+from meshwright.runtime.actions import Kind, StageRanks
 from meshwright.runtime.axes import Axis, ProcessAxis, build_axes
 from meshwright.runtime.placement import Parameter, Placement
 
@@ -73,18 +75,19 @@ def place(
 ) -> Placement:
     """Placement of all parameters from the plan and the programs' PARAMETERS."""
     stages: dict[str, list[int]] = {name: [] for name in signature.parameters}
-    for stage in range(plan.mesh.pp):
+    for stage, coordinate in enumerate(plan.ranks_of_stages):
         file = program_name(stage)
         if file not in texts:
             raise InputError(f"{directory}: plan.yaml: programs: {file} is missing; compile again with --from")
         for name in stage_parameters(texts[file], directory / "programs" / file):
             if name not in stages:
                 raise InputError(f"{directory}/programs/{file}: {name} is not in model/signature.json; compile again")
-            stages[name].append(stage)
+            if coordinate not in stages[name]:
+                stages[name].append(coordinate)
     if orphan := next((name for name, held in stages.items() if not held), None):
         raise InputError(f"{directory}/programs: no stage holds parameter {orphan}; compile again with --from")
     parameters = {
-        name: Parameter(name, spec.shape, plan.parameter_layouts[name], tuple(stages[name]), spec.trainable)
+        name: Parameter(name, spec.shape, plan.parameter_layouts[name], tuple(sorted(stages[name])), spec.trainable)
         for name, spec in signature.parameters.items()
     }
     return Placement(plan.mesh, rank, parameters)
@@ -108,13 +111,24 @@ def tied_groups(
     return found
 
 
-def backward_group(mesh: Mesh, axis: Axis, device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
-    """Group for gradients between stages: on NCCL one of their own, since messages of a group block each other."""
+def boundary_groups(
+    mesh: Mesh, stage_ranks: StageRanks, axis: Axis, device: torch.device, timeout_s: float
+) -> dict[tuple[int, Kind], dist.ProcessGroup]:
+    """Group for the messages of every boundary between stages on two ranks, forward (F) and backward (B).
+
+    On NCCL each has a group of its own, since messages of a group block each other; elsewhere tags tell them apart.
+    """
     if not isinstance(axis, ProcessAxis):
-        return None
+        return {}
+    boundaries = [b for b, (here, there) in enumerate(pairwise(stage_ranks)) if here != there]
+    keys = [(boundary, kind) for boundary in boundaries for kind in (Kind.F, Kind.B)]
     if device.type != "cuda":
-        return axis.group
-    timeout = timedelta(seconds=timeout_s)
-    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in mesh.groups("pp")]
-    own: dist.ProcessGroup = next(group for ranks, group in groups if ranks == axis.ranks)
-    return own
+        return dict.fromkeys(keys, axis.group)
+    found: dict[tuple[int, Kind], dist.ProcessGroup] = {}
+    for ranks in mesh.groups("pp"):
+        for boundary, kind in keys:
+            pair = sorted(ranks[stage_ranks[stage]] for stage in (boundary, boundary + 1))
+            group = dist.new_group(pair, timeout=timedelta(seconds=timeout_s))
+            if ranks == axis.ranks and dist.get_rank() in pair:
+                found[boundary, kind] = group
+    return found

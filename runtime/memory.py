@@ -1,7 +1,7 @@
 """What a rank's memory goes to, in bytes.
 
 On CPUs activations are what autograd saves for the backward pass: unique storages, parameters and constants left out,
-summed over the micro-batches in flight. Shapes never change (but those of rows that went to their experts over ep, by what the
+summed over the stages' micro-batches in flight. Shapes never change (but those of rows that went to their experts over ep, by what the
 router does), so one step is watched for each number of micro-batches.
 Of recomputed layers it is what they keep; what a recomputation makes for the moment is not counted.
 On GPUs they are what the allocator has beyond parameters, gradients and optimizer states.
@@ -9,7 +9,7 @@ On GPUs they are what the allocator has beyond parameters, gradients and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -21,16 +21,16 @@ class SavedBytes:
 
     def __init__(self, permanent: Iterable[Tensor]) -> None:
         self._permanent = {tensor.untyped_storage().data_ptr() for tensor in permanent}
-        self._live: dict[int, int] = {}
+        self._live: dict[Hashable, int] = {}
         self._seen: set[int] = set()
-        self._micro_batch = 0
+        self._key: Hashable = None
         self.peak = 0
 
     @contextmanager
-    def of(self, micro_batch: int) -> Iterator[None]:
-        """Counts what is saved inside for a micro-batch."""
+    def of(self, key: Hashable) -> Iterator[None]:
+        """Counts what is saved inside for a micro-batch of a stage."""
         self._seen = set(self._permanent)
-        self._micro_batch = micro_batch
+        self._key = key
         with saved_tensors_hooks(self.keep, lambda tensor: tensor):
             yield
         self.peak = max(self.peak, self.now)
@@ -40,12 +40,12 @@ class SavedBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
-            self._live[self._micro_batch] = self._live.get(self._micro_batch, 0) + storage.nbytes()
+            self._live[self._key] = self._live.get(self._key, 0) + storage.nbytes()
         return tensor
 
-    def release(self, micro_batch: int) -> None:
-        """A micro-batch's backward is over."""
-        self._live.pop(micro_batch, None)
+    def release(self, key: Hashable) -> None:
+        """A micro-batch's backward is over, weight gradients included."""
+        self._live.pop(key, None)
 
     @property
     def now(self) -> int:

@@ -1,6 +1,7 @@
 """Where every parameter of the model lies on the mesh: known to every rank from the plan alone.
 
-    stages    that hold it; a tied parameter may have several, the first owns it
+    stages    that hold it, as pp coordinates of ranks: with several model chunks a rank's stages are one here, which holds each
+              parameter once. A tied parameter may have several, the first owns it
     owners    ranks whose parts make the whole, each element once: on the first stage, every coordinate of an axis on which
               it is S, the first one of others. As ep is part of dp, they have dp coordinates 0 to ep-1 if it is S on ep, else 0
     replicas  ranks that hold the same part, of the same stage and tp coordinate: all of dp and cp, or if it is S on ep those

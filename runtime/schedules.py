@@ -11,13 +11,17 @@ that needs the tensor waits for it. Between two stages of one rank nothing is se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from meshwright.plans.document import PlanDocument
+from meshwright.plans.errors import InputError
 from meshwright.runtime.actions import COMPUTE, Action, Actions, Kind, Schedule, StageRanks, stage_ranks
 from meshwright.runtime.orders import SCHEDULES
 
 _MATCH = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 """By kind of receive: the kind of its send, and where the sending stage is."""
+STAND_IN = {1: "zb-h1", 2: "zb-v"}
+"""By chunks: what runs in place of a synthesised order for another number of micro-batches."""
 
 
 def named_order(name: str, ranks: int, chunks: int, micro_batches: int) -> Schedule:
@@ -32,6 +36,45 @@ def named_order(name: str, ranks: int, chunks: int, micro_batches: int) -> Sched
 def build(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The complete schedule of a name."""
     return insert_transfers(named_order(name, ranks, chunks, micro_batches))
+
+
+def plan_order(plan: PlanDocument, micro_batches: int) -> Schedule:
+    """The order of compute of a plan: its own actions, or those of its schedule's name.
+
+    A synthesised order is of the plan's own number of micro-batches; for another the zero-bubble schedule of as many chunks stands in.
+    InputError for actions that are not on the plan's ranks, or a schedule that deals stages otherwise.
+    """
+    if plan.actions is not None and micro_batches == plan.num_micro_batches:
+        where, order = "actions", _read_actions(plan.actions)
+    else:
+        name = plan.schedule if plan.schedule in SCHEDULES else STAND_IN[min(plan.chunks, 2)]
+        if not SCHEDULES[name].allows(plan.chunks):
+            raise InputError(f"plan.yaml: chunks: found {plan.chunks}, {name} has {SCHEDULES[name].chunks}")
+        where, order = "schedule", SCHEDULES[name].order(plan.mesh.pp, plan.chunks, micro_batches)
+    try:
+        found = stage_ranks(order)
+    except ValueError as error:
+        raise InputError(f"plan.yaml: {where}: {error}") from None
+    if found != plan.ranks_of_stages or len(order) != plan.mesh.pp:
+        raise InputError(
+            f"plan.yaml: stage_ranks: found {' '.join(map(str, plan.ranks_of_stages))}, {plan.schedule} has {' '.join(map(str, found))}"
+        )
+    return order
+
+
+def plan_schedule(plan: PlanDocument, micro_batches: int) -> Schedule:
+    """The complete schedule of a plan."""
+    return insert_transfers(plan_order(plan, micro_batches))
+
+
+def _read_actions(lines: Sequence[str]) -> Schedule:
+    try:
+        order = tuple(tuple(map(Action.parse, line.split())) for line in lines)
+    except ValueError as error:
+        raise InputError(f"plan.yaml: actions: {error}") from None
+    if odd := next((a for actions in order for a in actions if a.kind not in COMPUTE), None):
+        raise InputError(f"plan.yaml: actions: found {odd}, expected F, B and W; transfers are added")
+    return order
 
 
 def insert_transfers(order: Schedule) -> Schedule:

@@ -154,7 +154,7 @@ def test_chunks_are_stages_and_share_the_memory_limit() -> None:
     choice = choose(2, schedule="interleaved", chunks=2)
     assert len(choice.stages) == 4
     assert choice.step_s < choose(2).step_s
-    with pytest.raises(InputError, match="pp=3 with 3 chunks asks for as many stages, the model has 8 segments .* use pp=2"):
+    with pytest.raises(InputError, match=r"pp=3 with 3 chunks asks for as many stages, the model has 8 segments .* use pp=2"):
         choose(3, schedule="interleaved", chunks=3)
     with pytest.raises(InputError, match=r"allow \d+ bytes") as caught:
         choose(2, schedule="interleaved", chunks=2, memory_limit=1000)

@@ -15,6 +15,7 @@ from meshwright import cli
 from meshwright.cli import main
 from meshwright.plans.document import Declaration, PlanDocument
 from meshwright.plans.errors import InputError
+from meshwright.runtime.soundness import UnsoundError
 from meshwright.tests.sample_plan import sample_document, save_sample
 
 
@@ -24,6 +25,12 @@ class FakeDriver:
 
     asked: list[tuple[str, Declaration]] = field(default_factory=list)
     failing_rank: int = -1
+    unsound: str = ""
+
+    def check_pipeline(self, document: PlanDocument, programs: Mapping[str, str]) -> None:
+        assert list(programs) == list(document.programs)
+        if self.unsound:
+            raise UnsoundError(self.unsound)
 
     def compile_plan(
         self, model: str, *, example: object = None, declaration: Declaration, progress: Callable[[str], None]
@@ -32,10 +39,10 @@ class FakeDriver:
         self.asked.append((model, declaration))
         return FakePlan()
 
-    def dry_run_rank(self, plan_dir: Path, rank: int) -> FakeReport:
+    def dry_run_rank(self, plan_dir: Path, rank: int) -> list[FakeReport]:
         if rank == self.failing_rank:
             raise InputError("programs/stage_0.py: shapes do not fit")
-        return FakeReport(rank)
+        return [FakeReport(rank)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,6 @@ def test_compile_prints_json(driver: FakeDriver, tmp_path: Path, capsys: pytest.
         (["--mesh", "dp=2", "--micro-batch", "1", "--global-batch", "3"], "--global-batch: found 3, expected a multiple of dp"),
         (["--zero", "3"], "--zero: 3 is not in this version, which has 0"),
         (["--precision", "bf16"], "--precision: bf16 is not in this version, which has fp32"),
-        (["--schedule", "interleaved"], "--schedule: interleaved is not in this version, which has gpipe, 1f1b"),
         (["--recompute", "selective"], "--recompute: selective is not in this version, which has none, full"),
         (["--devices", "8"], "--devices: not in this version; give --mesh instead"),
         (["--seq", "x"], "--seq: found 'x', expected a whole number of 1 or more: tokens per sequence"),
@@ -204,6 +210,9 @@ def test_check(driver: FakeDriver, plan_dir: Path, capsys: pytest.CaptureFixture
     assert main(["check", str(plan_dir)]) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "error: programs/stage_0.py: shapes do not fit\n")
+    driver.unsound = "schedule cannot run\nrank 0: -> 0F0"
+    assert main(["check", str(plan_dir)]) == 1
+    assert capsys.readouterr().err == "error: schedule cannot run\nrank 0: -> 0F0\n", "a grid keeps its lines"
     (plan_dir / "programs" / "stage_0.py").write_text("import os")
     assert "does not match its digest" in error_of(capsys, "check", plan_dir)
 

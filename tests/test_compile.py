@@ -140,7 +140,7 @@ def test_any_rank_of_thousands_runs_dry(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan")
     assert (tmp_path / "plan" / "plan.yaml").stat().st_size < 20_000
     for rank in (0, 8191, 16383):
-        assert dry_run_rank(tmp_path / "plan", rank).stage == rank // 1024
+        assert dry_run_rank(tmp_path / "plan", rank)[0].stage == rank // 1024
     with pytest.raises(InputError, match="rank 16384 is not on the mesh"):
         dry_run_rank(tmp_path / "plan", 16384)
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.passes.simulate import in_flight
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime import ops
 from meshwright.runtime.context import Context
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.schedules import plan_order
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks
 
@@ -51,7 +53,15 @@ def run(plan: str, optimizer: Mapping[str, object]) -> dict[str, object]:
         "weights": engine.state_dict(),
         "memory": engine.memory(),
         "step": engine.step,
+        "in flight": (engine.peak_in_flight, simulated_in_flight(engine)),
     }
+
+
+def simulated_in_flight(engine: Engine) -> int:
+    """The most that this rank keeps in the steps of `run`."""
+    mesh = engine.plan.mesh
+    orders = [plan_order(engine.plan, rows // mesh.dp) for rows in (8, 16)]
+    return max(in_flight(order)[mesh.coordinates(engine.rank)["pp"]] for order in orders)
 
 
 def check_against_reference(results: list[dict[str, object]], optimizer: dict[str, object]) -> None:
@@ -75,6 +85,7 @@ def check_against_reference(results: list[dict[str, object]], optimizer: dict[st
     assert max(relative(whole[name], reference.weights[name].detach()) for name in whole) < 1e-5
     assert torch.equal(whole["extra"], torch.arange(3.0)) and torch.equal(whole["head.weight"], whole["embed.weight"])
     assert all(not r["gradients"] and not r["weights"] for r in results[1:])
+    assert all(peak == simulated for peak, simulated in (r["in flight"] for r in results))  # type: ignore[attr-defined]
     memory = first["memory"]
     assert isinstance(memory, dict)
     assert memory["peak"]["activations"] > 0 and memory["now"]["optimizer"] > 0
@@ -89,9 +100,22 @@ def run_all(plans: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, ob
     [
         (2, [(Mesh(pp=2), "1f1b", "none", ADAMW), (Mesh(tp=2), "1f1b", "full", SGD), (Mesh(dp=2), "gpipe", "none", ADAMW)]),
         (
+            2,
+            [
+                (Mesh(pp=2), "interleaved", "none", ADAMW),
+                (Mesh(pp=2), "zb-h1", "full", ADAMW),
+                (Mesh(pp=2), "zb-h2", "none", ADAMW),
+                (Mesh(pp=2), "zb-v", "full", ADAMW),
+                (Mesh(tp=2), "zb-v", "none", SGD),
+            ],
+        ),
+        (
             4,
             [
                 (Mesh(pp=4), "1f1b", "none", ADAMW),
+                (Mesh(pp=4), "zb-h1", "none", ADAMW),
+                (Mesh(pp=2, tp=2), "zb-v", "full", ADAMW),
+                (Mesh(pp=2, dp=2), "interleaved", "none", ADAMW),
                 (Mesh(pp=2, tp=2), "gpipe", "full", ADAMW),
                 (Mesh(pp=2, dp=2), "1f1b", "none", SGD),
                 (Mesh(dp=2, tp=2), "1f1b", "none", ADAMW),
@@ -101,7 +125,7 @@ def run_all(plans: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, ob
 )
 def test_parity(tmp_path: Path, ranks: int, cases: list[tuple[Mesh, str, str, dict[str, object]]]) -> None:
     plans = {
-        str(toy.write_plan(tmp_path / str(mesh), mesh, schedule, recompute)): optimizer
+        str(toy.write_plan(tmp_path / f"{mesh}-{schedule}", mesh, schedule, recompute)): optimizer
         for mesh, schedule, recompute, optimizer in cases
     }
     results = run_ranks(ranks, run_all, plans)

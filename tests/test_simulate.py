@@ -40,7 +40,7 @@ def test_flushing_schedules(schedule: str, ranks: int, micro_batches: int) -> No
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
 def test_interleaved(chunks: int, ranks: int, micro_batches: int) -> None:
-    """A v-th of 1F1B's bubble when micro-batches are a multiple of the ranks (same section); for others no longer than the next multiple."""
+    """A v-th of 1F1B's bubble when micro-batches are a multiple of the ranks (same section); else no longer than the next multiple."""
     found = run("interleaved", ranks, micro_batches, chunks=chunks)
     whole = -(-micro_batches // ranks) * ranks
     assert found.step_s <= 3 * whole + 3 * (ranks - 1) / chunks + 1e-9

@@ -37,7 +37,11 @@ GOOD = (
         ("0B0 0B1", "0B0 0B2", r"0B2 is not for this rank|rank 0 has no"),
         ("1F0 1RECV_F1 1B0", "1B0 1RECV_F1 1F0", "1B0 comes before 1F0"),
         ("0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0", "0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B0", "0B0 comes before 0RECV_B0"),
-        ("0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0", "0SEND_F1 0SEND_F0 of rank 0 are received in another order"),
+        (
+            "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1",
+            "0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0",
+            "0SEND_F1 0SEND_F0 of rank 0 are received in another order",
+        ),
         ("0B1 0REDUCE", "0REDUCE 0B1", "0REDUCE comes before 0B1"),
         ("1SEND_B1 1REDUCE", "1SEND_B1 1REDUCE 0F0", "stage 0 is on ranks 0 and 1"),
     ],

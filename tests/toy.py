@@ -23,6 +23,7 @@ from meshwright.plans.mesh import Mesh
 from meshwright.plans.reading import read_plan
 from meshwright.plans.save import save_plan_dir
 from meshwright.plans.signature import InputSpec, ParameterSpec, Signature
+from meshwright.runtime.orders import SCHEDULES
 
 VOCABULARY, HIDDEN, INNER, LAYERS, SEQ = 32, 8, 24, 4, 6
 
@@ -75,10 +76,10 @@ def layout(name: str, mesh: Mesh) -> str:
     return "S(1)@tp" if "down" in name else "S(0)@tp"
 
 
-def stage_text(stage: int, mesh: Mesh) -> str:
-    per_stage = LAYERS // mesh.pp
+def stage_text(stage: int, mesh: Mesh, stages: int) -> str:
+    per_stage = LAYERS // stages
     layers = range(stage * per_stage, (stage + 1) * per_stage)
-    first, last = stage == 0, stage == mesh.pp - 1
+    first, last = stage == 0, stage == stages - 1
     names = ["embed.weight"] if first or last else []
     if last:
         names += ["scale", "norm.weight"]
@@ -133,9 +134,10 @@ def stage_text(stage: int, mesh: Mesh) -> str:
 
 
 def document(source: Path, mesh: Mesh, schedule: str, recompute: str) -> PlanDocument:
-    per_stage = LAYERS // mesh.pp
+    named = SCHEDULES[schedule]
+    per_stage = LAYERS // (mesh.pp * named.chunks)
     zeros = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
-    stages = [[f"layers.{i}" for i in range(s * per_stage, (s + 1) * per_stage)] for s in range(mesh.pp)]
+    stages = [[f"layers.{i}" for i in range(s * per_stage, (s + 1) * per_stage)] for s in range(mesh.pp * named.chunks)]
     stages[0].insert(0, "embedding")
     stages[-1].append("head")
     kinds = {"embedding": ["embedding"], "layer": ["layers.{0..3}"], "head": ["head"]}
@@ -145,7 +147,8 @@ def document(source: Path, mesh: Mesh, schedule: str, recompute: str) -> PlanDoc
             "model": {"source": str(source), "kind": "directory", "parameters": 1},
             "task": "causal-lm", "attention": "sdpa", "seed": 0, "mesh": dict(mesh.sizes()), "hardware": "cpu",
             "seq": SEQ, "micro_batch": 1, "global_batch": 8, "precision": "fp32", "reduce_dtype": "fp32", "zero": 0,
-            "recompute": recompute, "schedule": schedule, "chunks": 1, "sequence_parallel": "auto",
+            "recompute": recompute, "schedule": schedule, "chunks": named.chunks,
+            "stage_ranks": list(named.stage_ranks(mesh.pp, named.chunks)), "sequence_parallel": "auto",
             "stages": [{"layers": s, "forward_s": 0.0, "backward_s": 0.0, "memory": zeros} for s in stages],
             "parameters": {name: layout(name, mesh) for name in shapes()},
             "kinds": {kind: {"segments": segments, "layouts": {}} for kind, segments in kinds.items()},
@@ -171,7 +174,8 @@ def write_weights(directory: Path) -> Path:
 def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: str = "none") -> Path:
     """A plan directory; its weights are beside it, in `weights`."""
     source = write_weights(directory.parent / "weights")
-    programs = {f"stage_{stage}.py": stage_text(stage, mesh) for stage in range(mesh.pp)}
+    stages = mesh.pp * SCHEDULES[schedule].chunks
+    programs = {f"stage_{stage}.py": stage_text(stage, mesh, stages) for stage in range(stages)}
     files = {"signature.json": signature().to_json().encode(), "config.json": json.dumps({}).encode()}
     save_plan_dir(directory, document(source, mesh, schedule, recompute), programs, files)
     return directory
