@@ -40,10 +40,11 @@ from meshwright.compiler.kinds import Kinds
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
 from meshwright.passes.choose_schedule import DEFAULT, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
+from meshwright.passes.pins import STAGES, pin_names, settle_pins
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError
-from meshwright.plans.layout import I, Layout
+from meshwright.plans.layout import I, Layout, Type
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
 from meshwright.plans.programs import program_name, stage_facts
@@ -149,12 +150,11 @@ def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> Compi
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
     kinds = Kinds(captured.graph)
     tell("choosing layouts")
-    assignment, notes = choose(kinds, setting)
-    notes = (*notes, *row_notes(kinds, setting))
+    chosen = choose(kinds, setting)
     tell("cutting pipeline stages")
-    pricing = Pricing(assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
+    pricing = Pricing(chosen.assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
     stages = pipeline(pricing, setting)
-    document = write_document(captured, assignment, stages, setting, notes, collective_seconds(pricing))
+    document = write_document(captured, chosen, stages, setting, pricing)
     tell("emitting programs")
     programs = emit(kinds, document)
     check_pipeline(document, programs)
@@ -170,28 +170,50 @@ def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
     return tuple(f"{where}: {target} {why}" for where, target in places.items())
 
 
-def choose(kinds: Kinds, setting: Setting) -> tuple[Assignment, tuple[str, ...]]:
-    """Chosen layouts with the declaration's as pins: experts first, for what they fix on the other axis."""
+@dataclass(frozen=True)
+class Chosen:
+    """Layouts of a model, what is to be said of them, and which were given."""
+
+    assignment: Assignment
+    notes: tuple[str, ...]
+    pins: LayoutPins
+
+
+def choose(kinds: Kinds, setting: Setting) -> Chosen:
+    """Chosen layouts with the declaration's as pins."""
+    problem, regions, notes = layout_problem(kinds, setting)
+    notes = (*notes, *row_notes(kinds, setting))
+    if problem.legal.ranks == 1:
+        return Chosen(trivial(kinds, problem.legal, problem.pins, regions), notes, problem.pins)
+
+    def free(pins: LayoutPins) -> tuple[Mapping[OpClass, Type], Mapping[str, Type]]:
+        found = choose_layouts(replace(problem, pins=pins))
+        return found.results, found.parameters
+
+    choice = choose_layouts(problem)
+    pins = settle_pins(kinds, setting.declaration.pinned, problem.pins, free)
+    assignment = assign(kinds, problem.legal, choice.results, choice.parameters, regions)
+    return Chosen(assignment, (*notes, *choice.notes), pins)
+
+
+def layout_problem(
+    kinds: Kinds, setting: Setting
+) -> tuple[LayoutProblem, dict[str, tuple[Region, ...]], tuple[str, ...]]:
+    """What layouts are chosen from, with the declaration's as pins; experts come first, for what they fix on the other axis."""
     declared = setting.declaration
-    ranks = setting.mesh.size(AXIS)
     results = read_layouts(kinds, declared.kinds or {})
     parameters = read_parameters(kinds, expand_mapping(declared.parameters or {}))
     regions, notes = choose_regions(kinds, setting, results, parameters)
-    legal = legal_strategies(kinds, AXIS, ranks, declared.sequence_parallel != "off", regions)
-    pins = LayoutPins(types_on_axis(results), types_on_axis(parameters))
-    if ranks == 1:
-        return trivial(kinds, legal, pins, regions), notes
     problem = LayoutProblem(
         kinds,
-        legal,
+        legal_strategies(kinds, AXIS, setting.mesh.size(AXIS), declared.sequence_parallel != "off", regions),
         setting.hardware,
         setting.hardware.link_for(AXIS, setting.mesh),
         setting.micro_batches,
         declared.sequence_parallel or "auto",
-        pins,
+        LayoutPins(types_on_axis(results), types_on_axis(parameters)),
     )
-    choice = choose_layouts(problem)
-    return assign(kinds, legal, choice.results, choice.parameters, regions), (*notes, *choice.notes)
+    return problem, regions, notes
 
 
 def choose_regions(
@@ -244,14 +266,14 @@ def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
 
 def write_document(
     captured: Captured,
-    assignment: Assignment,
+    chosen: Chosen,
     choice: ScheduleChoice,
     setting: Setting,
-    notes: tuple[str, ...],
-    collectives: Mapping[str, float],
+    pricing: Pricing,
 ) -> PlanDocument:
     """All decisions and predictions as the plan."""
-    declared, kinds = setting.declaration, assignment.kinds
+    collectives = collective_seconds(pricing)
+    declared, assignment, kinds = setting.declaration, chosen.assignment, chosen.assignment.kinds
     signature = Signature.model_validate(captured.signature)
     document = read_plan({
         "schema": 1,
@@ -292,11 +314,23 @@ def write_document(
             name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(assignment, name)}
             for name, kind in kinds.by_name.items()
         },
-        "notes": [*captured.graph.notes, *notes],
+        "pinned": [*stage_pins(choice.stages, pricing, setting), *pin_names(kinds, chosen.pins)],
+        "notes": [*captured.graph.notes, *chosen.notes],
         "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
     })
     validate(document, signature)
     return document
+
+
+def stage_pins(stages: StageChoice, pricing: Pricing, setting: Setting) -> tuple[str, ...]:
+    """STAGES where the cuts were given: in a plan that names its pins, where it names them or they are not the solver's."""
+    declared = setting.declaration
+    if declared.stages is None:
+        return ()
+    if declared.pinned is None or STAGES in declared.pinned:
+        return (STAGES,)
+    free = pipeline(pricing, replace(setting, declaration=declared.model_copy(update={"stages": None})))
+    return () if [s.segments for s in free.stages.stages] == [s.segments for s in stages.stages] else (STAGES,)
 
 
 def predicted(stages: StageChoice, setting: Setting) -> dict[str, float]:

@@ -8,8 +8,8 @@ The problem (solved by passes.solver_layout)
     parameters   R storage adds one gradient all-reduce per step, shared by the micro-batches. On the tensor axis memory comes first: a
                  parameter that matters (its matrices have at least MATTERS of the elements of the largest ones in its kind of segment)
                  pays PRICE_S_PER_BYTE for every byte that is left whole
-    hoisting     a sliced parameter is used as its slice, and what is used as R is stored as R: the tensor axis neither gathers weights nor
-                 reduces their gradients inside a micro-batch
+    hoisting     a sliced parameter, or a view of one, is used as its slice, and what is used as R is stored as R: the tensor axis neither
+                 gathers weights nor reduces their gradients inside a micro-batch
     pins         result types and parameter types given by the user are the only options of their choice
 
 What does not divide has no such option; `notes` say which blocks fell back for that reason. Column-then-row linears, head-parallel
@@ -25,7 +25,7 @@ from math import prod
 
 from meshwright.compiler.assignment import Legal, OpClass, illegal
 from meshwright.compiler.costs import conversion_s
-from meshwright.compiler.flops import op_time_s, value_bytes
+from meshwright.compiler.flops import VIEWS, op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Parameter, Value
 from meshwright.compiler.hardware import Hardware, Link
 from meshwright.compiler.kinds import Kinds, relative
@@ -243,7 +243,10 @@ class Builder:
             if not kept:
                 raise InputError(illegal(self.problem.kinds, self.problem.legal, op_class, wanted or I))
             options = tuple(Option(self.compute_cost(op_class, s), s.operands, s.results) for s in kept)
-            self.choice_of_op[op_class] = self.add(Choice(op.name, options), op.results)
+            number = self.choice_of_op[op_class] = self.add(Choice(op.name, options), op.results)
+            source = self.source_of(op.operands[0]) if short_name(op) in VIEWS and op.operands else None
+            if source is not None and source[0] in self.parameter_choices:
+                self.parameter_choices.add(number)
         for kind, place in self.problem.kinds.entries:
             self.add_entry(kind, place)
         for segment in self.graph.segments:

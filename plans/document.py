@@ -230,6 +230,7 @@ class Declaration(Frozen):
     stages: Annotated[tuple[StageDeclaration, ...], Field(strict=False)] | None = None
     parameters: Mapping[str, LayoutField] | None = None
     kinds: Mapping[str, KindDeclaration] | None = None
+    pinned: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     notes: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     predicted: Predicted | None = None
     decisions: str | None = None
@@ -277,6 +278,7 @@ class PlanDocument(Declaration):
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
     parameters: Mapping[str, LayoutField]
     kinds: Mapping[str, Kind]
+    pinned: Annotated[tuple[str, ...], Field(strict=False)] = ()
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     predicted: Predicted
     programs: Mapping[str, str] = {}

@@ -61,6 +61,7 @@ EXPECTED: Mapping[str, str] = {
     "kinds": "segments and layouts by kind of segment",
     "kinds.segments": "a list of segment names such as 'model.layers.{0..15}'",
     "kinds.layouts": "layouts by module such as mlp.up_proj: S(2)@tp, or by op below the module",
+    "pinned": "names of decisions that were given: stages, parameters.NAME or kinds.KIND.layouts.MODULE",
     "notes": "a list of sentences",
     "predicted": "step_s, tokens_per_s, bubble and collectives",
     "predicted.step_s": "seconds, 0 or more",

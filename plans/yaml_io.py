@@ -26,6 +26,7 @@ COMMENTS: Mapping[str, str] = {
     "stages": "pipeline stages: segments in order, predicted seconds per micro-batch and bytes per rank",
     "parameters": "parameter storage: S(d) slice of dim d, I same everywhere, R same with partial gradients",
     "kinds": "layouts of results by module, or by op of a module; P partial sums; alike in all segments of a kind",
+    "pinned": "decisions that were given, not chosen",
     "notes": "what could not be done as one would wish",
     "predicted": "predicted cost of a step",
     "decisions": "digests, checked before anything runs",

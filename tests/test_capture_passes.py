@@ -103,7 +103,22 @@ def written_without_grad(h: T) -> T:
     return y
 
 
+def given_back_by_a_region(h: T) -> T:
+    with torch.no_grad():
+        same = h.to(h.dtype)
+        scale = same.abs().amax()
+    return (same * 2 + h) / scale
+
+
+def lists_of_one(h: T) -> T:
+    (a,) = h.split(N)
+    (b,) = a[:, None].unbind(1)
+    return b.chunk(1)[0] * h
+
+
 BODIES = [
+    given_back_by_a_region,
+    lists_of_one,
     write_slice,
     write_through_views,
     read_a_view_after_a_write,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.compiler.graph import Ref
+
 PLACEMENT = ("device", "layout", "pin_memory")
 SHAPE_ONLY = {
     "zeros_like": 0,
@@ -19,15 +21,21 @@ SHAPE_ONLY = {
 """Ops whose result depends on shapes alone, and the value they fill with (None: their last positional argument)."""
 
 
+LISTS = frozenset({"chunk", "split", "split_with_sizes", "unsafe_chunk", "unsafe_split", "tensor_split", "unbind"})
+"""Ops that give a list, which may have one item."""
+
+
 def canonical(
-    target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor
+    target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor, count: int
 ) -> tuple[str, tuple[object, ...], dict[str, object]]:
-    """One form for each thing that ATen says in several ways."""
+    """One form for each thing that ATen says in several ways. `result` is the first of `count`."""
     base = target.split(".")[1] if target.count(".") > 1 else target
     if base in ("to", "_to_copy", "type_as"):
         return "aten.to.dtype", (args[0], result.dtype), {}
     if base in ("view_as", "reshape_as", "expand_as"):
         return ("aten.expand.default" if base == "expand_as" else "aten.view.default"), (args[0], list(result.shape)), {}
+    if base in LISTS and isinstance(args[0], Ref) and count == 1:
+        return ("aten.alias.default", args[:1], {}) if base != "unbind" else ("aten.select.int", (args[0], *(args[1:] or (0,)), 0), {})
     if base in SHAPE_ONLY:
         fill = SHAPE_ONLY[base] if SHAPE_ONLY[base] is not None else kwargs.get("fill_value", args[-1])
         if isinstance(fill, (bool, int, float)):

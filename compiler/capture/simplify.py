@@ -64,15 +64,19 @@ def assign_levels(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+def carries_gradient(value: Value) -> bool:
+    """Whether a gradient can flow into a value of this dtype: real or complex."""
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def mark_gradients(graph: Graph) -> Graph:
     """requires_grad of every result."""
     flows = {parameter.value.name for parameter in graph.parameters if parameter.trainable}
     ops = []
     for op in graph.ops:
         differentiable = packet(op) not in NO_GRADIENT and any(name in flows for name in op.operands)
-        results = tuple(
-            replace(r, requires_grad=differentiable and getattr(torch, r.dtype).is_floating_point) for r in op.results
-        )
+        results = tuple(replace(r, requires_grad=differentiable and carries_gradient(r)) for r in op.results)
         flows.update(r.name for r in results if r.requires_grad)
         ops.append(op if results == op.results else replace(op, results=results))
     return replace(graph, ops=tuple(ops))

@@ -29,6 +29,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import compress
 
 INNER = "inner"
+GIVE_BACK = frozenset({"aten.to.dtype", "aten.contiguous.default"})
+"""Ops that return their operand itself when there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,27 @@ class _Conversion:
             raise InputError(f"op {kind} of the exported graph has no body")
         places = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
         inner = {place: _literals(operand, env) for place, operand in zip(places, operands, strict=True)}
+        entered: dict[str, Ref] = {}
         if not enabled:
-            inner = {place: self._detached(item) if isinstance(item, Ref) else item for place, item in inner.items()}
+            for place, item in inner.items():
+                if isinstance(item, Ref):
+                    inner[place] = detached = self._detached(item)
+                    entered[detached.name] = item
+        start = len(self.ops)
         results = self._body(graph_module, inner)
         self.inside = outside
-        return results
+        return [self._passed_through(item, self.ops[start:], entered) for item in results]
+
+    def _passed_through(self, result: object, body: list[Op], entered: Mapping[str, Ref]) -> object:
+        """A region's result, or what entered the region where an op gave that back as it is (`x.to(x.dtype)` is x, gradient and all)."""
+        made = {op.name: op for op in body if op.target in GIVE_BACK}
+        ref = result
+        while isinstance(ref, Ref) and ref.name not in entered:
+            op = made.get(ref.name)
+            if op is None or self.aliases.get(op.name) != op.operands[0]:
+                return result
+            ref = Ref(op.operands[0])
+        return entered[ref.name] if isinstance(ref, Ref) else result
 
     def _detached(self, ref: Ref) -> Ref:
         source = self.values[ref.name]
@@ -201,7 +219,7 @@ class _Conversion:
         args = tuple(_literals(item, env) for item in node.args)
         self.written.update(item.name for item in written_arguments(target, args) if isinstance(item, Ref))
         kwargs = {name: _literals(item, env) for name, item in node.kwargs.items() if name not in PLACEMENT}
-        target, args, kwargs = canonical(target, args, kwargs, results[0])
+        target, args, kwargs = canonical(target, args, kwargs, results[0], len(results))
         names = [node.name] if len(results) == 1 else _result_names(node, len(results))
         values = tuple(self._value(self._fresh(name), fake) for name, fake in zip(names, results, strict=True))
         op = Op(target, args, tuple(kwargs.items()), values, module)

@@ -25,6 +25,8 @@ SEQ = 16
 MICRO_BATCH = 2
 ROWS = 8
 """Rows of a global batch: two micro-batches on each of two data-parallel ranks, four on one."""
+GIVES_LOSS = {"labels", "start_positions", "return_loss"}
+"""Inputs that ask a model for its loss."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ class Tiny:
     arch: str
     module: torch.nn.Module
     example: dict[str, object]
+
+    @property
+    def seq(self) -> int:
+        """Length of its token sequences: those of the first input that has any."""
+        tokens = [x for x in self.example.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and not x.is_floating_point()]
+        return tokens[0].shape[1] if tokens else SEQ
+
+
+class WithLoss(torch.nn.Module):
+    """A model that computes no loss, with one: the mean square of its logits."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: object) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(**inputs).logits
+        return logits.float().square().mean()
 
 
 def absent(folder: Path = FOLDER) -> str:
@@ -62,7 +82,7 @@ def zoo(folder: Path = FOLDER) -> ModuleType:
 def tiny(arch: str) -> Tiny:
     """The model with its seeded random weights."""
     module, example = zoo().tiny_model(arch, batch=MICRO_BATCH, seq=SEQ)
-    return Tiny(arch, module, example)
+    return Tiny(arch, module if GIVES_LOSS & example.keys() else WithLoss(module), example)
 
 
 def batches(model: Tiny, steps: int, uneven: bool) -> list[dict[str, object]]:
@@ -71,7 +91,8 @@ def batches(model: Tiny, steps: int, uneven: bool) -> list[dict[str, object]]:
 
 
 def _batch(model: Tiny, seed: int, uneven: bool) -> dict[str, object]:
-    made = zoo().example_inputs(model.arch, model.module, ROWS, SEQ, seed)
+    module = model.module.inner if isinstance(model.module, WithLoss) else model.module
+    made = zoo().example_inputs(model.arch, module, ROWS, SEQ, seed)
     given = {name: made[name] for name in model.example}
     random = torch.Generator().manual_seed(seed)
     batch = {name: _grown(model.example[name], item, random) for name, item in given.items()}
@@ -96,17 +117,27 @@ def _grown(example: Any, item: Any, random: torch.Generator) -> Any:
     return grown + 0.1 * torch.randn(grown.shape, generator=random) if grown.is_floating_point() else grown
 
 
-def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Rows [start, stop) of a global batch of ROWS rows; an input may have several entries per row."""
-    return {name: _cut(item, start, stop) for name, item in batch.items()}
+def take(batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Some rows of a global batch of ROWS rows; an input may have several entries for each row."""
+    return {name: _taken(item, rows) for name, item in batch.items()}
 
 
-def _cut(item: Any, start: int, stop: int) -> Any:
+def _taken(item: Any, rows: list[int]) -> Any:
     if isinstance(item, Mapping):
-        return {name: _cut(part, start, stop) for name, part in item.items()}
+        return {name: _taken(part, rows) for name, part in item.items()}
     if isinstance(item, (tuple, list)):
-        return tuple(_cut(part, start, stop) for part in item)
-    if not isinstance(item, torch.Tensor):
-        return item
-    times = len(item) // ROWS
-    return item[start * times : stop * times]
+        return tuple(_taken(part, rows) for part in item)
+    return item.unflatten(0, (ROWS, -1))[rows].flatten(0, 1) if isinstance(item, torch.Tensor) else item
+
+
+def chunks_of(kind: str, dp: int) -> list[list[int]]:
+    """Rows that one process takes at once: `whole`, all; `ranks`, a micro-batch of one dp rank; `statistics`, a micro-batch of all dp
+    ranks (rows of different ranks meet in a loss term of batch statistics)."""
+    if kind == "whole":
+        return [list(range(ROWS))]
+    share = ROWS // dp
+    parts = [[d * share + start + i for i in range(MICRO_BATCH)] for d in range(dp) for start in range(0, share, MICRO_BATCH)]
+    if kind == "ranks":
+        return parts
+    per_rank = len(parts) // dp
+    return [[row for d in range(dp) for row in parts[d * per_rank + m]] for m in range(per_rank)]

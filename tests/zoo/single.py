@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from meshwright.reference import evaluation_mode, loss_of
 from meshwright.tests.parity import NOTHING, OPTIMIZER, Trace, relative
-from meshwright.tests.zoo.models import MICRO_BATCH, ROWS, rows_of
+from meshwright.tests.zoo.models import ROWS, take
 
 FIRST_LOSS, LOSSES, GRADIENT, NORM = 2e-6, 2e-5, 1e-5, 5e-6
 ROUNDING = 3.0
@@ -47,9 +47,9 @@ class Distance:
 
 
 def run_single(
-    module: torch.nn.Module, data: list[dict[str, Any]], per_micro_batch: bool, dtype: torch.dtype = torch.float32
+    module: torch.nn.Module, data: list[dict[str, Any]], chunks: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> Trace:
-    """A copy of the model trained on the whole global batches; `per_micro_batch`: on the mean over its micro-batches instead."""
+    """A copy of the model trained on global batches: on the mean of the losses of chunks of rows."""
     model = evaluation_mode(copy.deepcopy(module).to(dtype))
     if dtype == torch.float64 and isinstance(model, PreTrainedModel):
         with suppress(ValueError):  # a model without experts says that it has none
@@ -62,7 +62,7 @@ def run_single(
     with default_dtype(dtype):
         for step, batch in enumerate(data):
             optimizer.zero_grad()
-            trace.losses.append(backward(model, batch, per_micro_batch, dtype))
+            trace.losses.append(backward(model, batch, chunks, dtype))
             if step == 0:
                 trace.gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
             trace.norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)))
@@ -70,13 +70,12 @@ def run_single(
     return trace
 
 
-def backward(model: torch.nn.Module, batch: Mapping[str, Any], per_micro_batch: bool, dtype: torch.dtype) -> float:
+def backward(model: torch.nn.Module, batch: Mapping[str, Any], chunks: list[list[int]], dtype: torch.dtype) -> float:
     """Adds the gradients of a global batch; gives its loss."""
-    size = MICRO_BATCH if per_micro_batch else ROWS
     total = 0.0
-    for start in range(0, ROWS, size):
-        part = {name: converted(item, dtype) for name, item in rows_of(batch, start, start + size).items()}
-        loss = loss_of(model(**part)) * (size / ROWS)
+    for rows in chunks:
+        part = {name: converted(item, dtype) for name, item in take(batch, rows).items()}
+        loss = loss_of(model(**part)) * (len(rows) / ROWS)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from meshwright.compiler.capture import Captured, capture
 from meshwright.driver import CompiledPlan, plan_captured, settle
@@ -18,7 +19,7 @@ from meshwright.plans.reading import read_declaration
 from meshwright.plans.signature import Signature
 from meshwright.tests.parity import Trace
 from meshwright.tests.ranks import run_ranks
-from meshwright.tests.zoo.models import MICRO_BATCH, ROWS, SEQ, Tiny, batches, tiny
+from meshwright.tests.zoo.models import MICRO_BATCH, ROWS, Tiny, batches, chunks_of, tiny
 from meshwright.tests.zoo.ranks import run_engine
 from meshwright.tests.zoo.sharding import parts_of
 from meshwright.tests.zoo.single import distance, is_rounding, run_single
@@ -71,19 +72,18 @@ class Subject:
     model: Tiny
     captured: Captured
     steps: int
-    singles: dict[str, tuple[list[dict[str, object]], Trace]] = field(default_factory=dict)
+    singles: dict[tuple[str, int, torch.dtype], Trace] = field(default_factory=dict)
 
-    def single(self, kind: str) -> tuple[list[dict[str, object]], Trace]:
-        """Global batches and what one process makes of them.
+    def data(self, kind: str) -> list[dict[str, object]]:
+        """Global batches. Labels are uneven where whole batches are compared: else chunks would weigh as much as they have labels."""
+        return batches(self.model, self.steps, uneven=kind == "whole")
 
-        whole: whole batches of uneven labels; parts: even labels, the mean over micro-batches; exact-whole and exact-parts: in fp64.
-        """
-        if kind not in self.singles:
-            parts, exact = kind.endswith("parts"), kind.startswith("exact")
-            data = self.single(kind.removeprefix("exact-"))[0] if exact else batches(self.model, self.steps, not parts)
-            trace = run_single(self.model.module, data, parts, torch.float64 if exact else torch.float32)
-            self.singles[kind] = data, trace
-        return self.singles[kind]
+    def single(self, kind: str, dp: int, dtype: torch.dtype = torch.float32) -> Trace:
+        """What one process makes of `data(kind)` in chunks of a kind (models.chunks_of)."""
+        key = kind, 1 if kind == "whole" else dp, dtype
+        if key not in self.singles:
+            self.singles[key] = run_single(self.model.module, self.data(kind), chunks_of(kind, dp), dtype)
+        return self.singles[key]
 
 
 def sweep_arch(arch: str, meshes: list[str], steps: int, tell: Callable[[Report], None]) -> Report:
@@ -94,7 +94,7 @@ def sweep_arch(arch: str, meshes: list[str], steps: int, tell: Callable[[Report]
         model = tiny(arch)
         report.parameters = sum(p.numel() for p in model.module.parameters())
         report.planless = lacks_plan(model.module)
-        captured = capture(model.module, model.example, seq=SEQ, micro_batch=MICRO_BATCH)
+        captured = capture(model.module, model.example, seq=model.seq, micro_batch=MICRO_BATCH)
     except BaseException as error:  # noqa: BLE001 - whatever a model does goes into the report
         report.outcomes = dict.fromkeys(meshes, refusal("capture: ", error))
         tell(report)
@@ -110,7 +110,7 @@ def sweep_arch(arch: str, meshes: list[str], steps: int, tell: Callable[[Report]
 
 def lacks_plan(module: torch.nn.Module) -> bool:
     """Whether transformers has no tensor-parallel plan for the layers of this model."""
-    config = getattr(module, "config", None)
+    config = next((m.config for m in module.modules() if isinstance(m, PreTrainedModel)), None)
     configs = [config, config.get_text_config()] if config is not None else []
     return not any(getattr(c, "base_model_tp_plan", None) for c in configs)
 
@@ -148,7 +148,7 @@ def try_mesh(subject: Subject, mesh: str, report: Report) -> Outcome:
 
 def plan_for(subject: Subject, mesh: str) -> CompiledPlan:
     """The plan of a mesh, with the model's weights beside it."""
-    options = {"mesh": mesh, "seq": SEQ, "micro_batch": MICRO_BATCH, "global_batch": ROWS}
+    options = {"mesh": mesh, "seq": subject.model.seq, "micro_batch": MICRO_BATCH, "global_batch": ROWS}
     compiled = plan_captured(subject.captured, settle(read_declaration({}, options, "zoo")), lambda text: None)
     signature = Signature.model_validate(subject.captured.signature)
     named = dict(subject.model.module.named_parameters(remove_duplicate=False))
@@ -156,29 +156,48 @@ def plan_for(subject: Subject, mesh: str) -> CompiledPlan:
 
 
 def compare(subject: Subject, compiled: CompiledPlan) -> Outcome:
-    """Runs the ranks on whole batches; where that differs, on the micro-batches' mean; where that differs, against fp64."""
+    """Runs the ranks, and compares with one process on whole batches; where that differs, on the mean over the micro-batches."""
+    dp = compiled.document.mesh.dp
+    reason = ""
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         compiled.save(Path(folder) / "plan")
-        reason = ""
-        for kind, verdict in (("whole", MATCHES), ("parts", PER_MICRO_BATCH)):
-            data, single = subject.single(kind)
-            ranks = run_ranks(
-                compiled.document.mesh.world_size, run_engine, str(Path(folder) / "plan"), data, timeout=RANKS_TIMEOUT_S
-            )
-            found = [Trace(**fields) for fields in ranks]  # type: ignore[arg-type]
-            if any(other.losses != found[0].losses or other.norms != found[0].norms for other in found[1:]):
-                return Outcome(FAILS, "ranks report different metrics")
-            apart = distance(found[0], single)
-            if apart.ok:
-                return Outcome(verdict)
-            reason = reason or str(apart)
-            try:
-                exact = subject.single(f"exact-{kind}")[1]
-            except (RuntimeError, TypeError, ValueError):  # a model whose code is for fp32 alone
-                continue
-            if is_rounding(found[0], single, exact):
-                return Outcome(verdict, f"fp32 rounding: {apart}", rounding=True)
-        return Outcome(FAILS, reason)
+        for kinds in (("whole",), ("ranks", "statistics")):
+            found = run(compiled, str(Path(folder) / "plan"), subject.data(kinds[0]))
+            if isinstance(found, str):
+                return Outcome(FAILS, found)
+            for kind in kinds[:1] if dp == 1 else kinds:
+                apart = distance(found, subject.single(kind, dp))
+                verdict = MATCHES if kind == "whole" else PER_MICRO_BATCH
+                if apart.ok:
+                    return Outcome(verdict, per_micro_batch_note(compiled) if verdict == PER_MICRO_BATCH else "")
+                reason = reason or str(apart)
+                if within_rounding(subject, found, kind, dp):
+                    return Outcome(verdict, f"fp32 rounding: {apart}", rounding=True)
+    return Outcome(FAILS, reason)
+
+
+def run(compiled: CompiledPlan, plan_dir: str, data: list[dict[str, object]]) -> Trace | str:
+    """What the ranks compute, or what is wrong with it."""
+    ranks = run_ranks(compiled.document.mesh.world_size, run_engine, plan_dir, data, timeout=RANKS_TIMEOUT_S)
+    found = [Trace(**fields) for fields in ranks]  # type: ignore[arg-type]
+    if any(other.losses != found[0].losses or other.norms != found[0].norms for other in found[1:]):
+        return "ranks report different metrics"
+    return found[0]
+
+
+def within_rounding(subject: Subject, found: Trace, kind: str, dp: int) -> bool:
+    """Whether the ranks are about as far from fp64 as one process is. Not known of a model whose code is for fp32 alone."""
+    try:
+        exact = subject.single(kind, dp, torch.float64)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return is_rounding(found, subject.single(kind, dp), exact)
+
+
+def per_micro_batch_note(compiled: CompiledPlan) -> str:
+    """What the plan itself says about rows that meet."""
+    signs = ("averaged over micro-batches", "may mix rows")
+    return next((note for note in compiled.document.notes if any(sign in note for sign in signs)), "the plan has no note of it")
 
 
 def last_error(text: str) -> str:
