@@ -1,4 +1,4 @@
-"""The command line: `meshwright compile | show | diff | check`.
+"""The command line: `meshwright compile | show | explain | diff | check`.
 
 Exit status: 0 done; 1 ran and found a difference or a failed check; 2 bad input. An error is one line on stderr that
 starts with `error:` (after its traceback, with --debug). Results go to stdout, progress to stderr and only to a terminal.
@@ -66,6 +66,19 @@ class Report(Protocol):
     """What a dry run found."""
 
     def lines(self) -> Sequence[str]: ...
+
+
+class Reasons(Protocol):
+    """Why a decision is as it is."""
+
+    def lines(self) -> Sequence[str]: ...
+    def facts(self) -> Mapping[str, object]: ...
+
+
+class Explain(Protocol):
+    """The part of meshwright.explain that commands call."""
+
+    def explain_plan(self, plan_dir: Path, name: str, progress: Callable[[str], None]) -> Reasons: ...
 
 
 class Driver(Protocol):
@@ -207,6 +220,21 @@ def show_command(
     if programs:
         for name, text in load_programs(plan_dir, document).items():
             print(f"# {plan_dir / 'programs' / name}\n{text}")
+
+
+@app.command("explain")
+def explain_command(
+    plan_dir: PlanDir,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a parameter, an op, a layer or other segment, or stage_K")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Why something is laid out so: its cost split, and what every alternative would cost or why it is illegal."""
+    load_checked(plan_dir)
+    with _progress() as progress:
+        progress("loading torch")
+        found = cast(Explain, import_module("meshwright.explain")).explain_plan(plan_dir, name, progress)
+    print(json.dumps({"plan": str(plan_dir), **found.facts()}) if as_json else "\n".join(found.lines()))
 
 
 @app.command("diff")

@@ -107,6 +107,21 @@ def largest_matrices(kinds: Kinds) -> dict[str, int]:
     return found
 
 
+def storage_types(problem: LayoutProblem, parameter: Parameter) -> tuple[Type, ...]:
+    """I, R, and every slicing that a consumer's strategy asks for."""
+    graph = problem.kinds.graph
+    found: dict[Type, None] = {I: None}
+    if parameter.trainable:
+        found[R] = None
+    for i in graph.consumers.get(parameter.value.name, ()):
+        op_class = problem.kinds.class_of_op.get(i)
+        for strategy in problem.legal.strategies[op_class] if op_class else ():
+            for name, type_ in zip(graph.ops[i].operands, strategy.operands, strict=True):
+                if name == parameter.value.name and type_.kind == "S":
+                    found[type_] = None
+    return tuple(found)
+
+
 def choose_layouts(problem: LayoutProblem) -> LayoutChoice:
     """The cheapest legal assignment. InputError names a pin that cannot be met."""
     try:
@@ -188,7 +203,7 @@ class Builder:
                     f"plan.yaml: parameters.{paths[0]}: layers of one kind share their layout, found "
                     f"{' and '.join(sorted(map(str, pinned)))}; give all of them the same"
                 )
-            types = self.storage_types(members[0])
+            types = storage_types(self.problem, members[0])
             if pinned and not pinned <= set(types):
                 axis, ranks = self.problem.legal.axis, self.problem.legal.ranks
                 raise InputError(
@@ -200,20 +215,6 @@ class Builder:
             number = self.add(Choice(name, options), (members[0].value,))
             self.parameter_choices.add(number)
             self.choice_of_parameter.update((p.path, number) for p in members)
-
-    def storage_types(self, parameter: Parameter) -> tuple[Type, ...]:
-        """I, R, and every slicing that a consumer's strategy asks for."""
-        found: dict[Type, None] = {I: None}
-        if parameter.trainable:
-            found[R] = None
-        for i in self.graph.consumers.get(parameter.value.name, ()):
-            op_class = self.problem.kinds.class_of_op.get(i)
-            op = self.graph.ops[i]
-            for strategy in self.problem.legal.strategies[op_class] if op_class else ():
-                for name, type_ in zip(op.operands, strategy.operands, strict=True):
-                    if name == parameter.value.name and type_.kind == "S":
-                        found[type_] = None
-        return tuple(found)
 
     def storage_cost(self, members: list[Parameter], type_: Type) -> float:
         """Seconds that a storage type is charged, over all members."""

@@ -14,7 +14,7 @@ Which ways are worth offering is read off the graph: `section_table` collects ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise, product
 from math import gcd
 
 from meshwright.compiler.rules.factors import Call, Factors, Window
@@ -177,8 +177,9 @@ def spread(known: Sequence[tuple[Call, Factors]], found: dict[int, dict[Way, Non
                 continue
             whole, way = whole_size(call, factors, factor), own_way(call, factors, factor)
             if way in found.get(whole, ()):
-                finer = tuple(p for part in way for p in next(iter(found.get(part, ())), (part,)))
-                add_way(found, finer)
+                pieces = [((part,), *found.get(part, ())) for part in way]
+                for finer in islice(product(*pieces), 1, MAX_WAYS):
+                    add_way(found, tuple(part for piece in finer for part in piece))
 
 
 class _Reached:
