@@ -247,6 +247,8 @@ def pipeline(pricing: Pricing, setting: Setting) -> StageChoice:
         memory_limit=declared.memory_limit,
         pinned=tuple(expand_all(s.layers) for s in declared.stages) if declared.stages is not None else None,
         link=setting.hardware.link_for("pp", setting.mesh),
+        zero=declared.zero or 0,
+        dp_link=setting.hardware.link_for("dp", setting.mesh),
     )
 
 
