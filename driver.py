@@ -256,6 +256,8 @@ def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
             declared.memory_limit,
             pinned,
             setting.hardware.link_for("pp", setting.mesh),
+            declared.zero or 0,
+            setting.hardware.link_for("dp", setting.mesh),
         ),
     )
     if declared.stage_ranks not in (None, choice.stage_ranks):

@@ -27,7 +27,7 @@ from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import label_values
 from meshwright.driver import Setting, choose, layout_problem, pipeline, settle
 from meshwright.passes.choose_layouts import LayoutPins, choose_layouts, parameter_class, storage_types
-from meshwright.passes.choose_stages import OPTIMIZER_PER_PARAMETER, SegmentCost, StageChoice
+from meshwright.passes.choose_stages import SegmentCost, StageChoice
 from meshwright.passes.explain import (
     Alternative,
     Explanation,
@@ -40,6 +40,7 @@ from meshwright.passes.explain import (
 )
 from meshwright.passes.pins import STAGES, marked_pins, op_names
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
+from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
 from meshwright.plans.document import PlanDocument, StageDeclaration
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, R, Type

@@ -32,6 +32,8 @@ class Pipeline:
     chunks    model chunks per rank; None: the schedule's own number
     pinned    segments of every stage
     link      joins neighbours along pp; None: transfers take no time
+    zero      ZeRO stage
+    dp_link   joins the ranks that sum gradients; None: that takes no time
     """
 
     mesh: Mesh
@@ -41,6 +43,8 @@ class Pipeline:
     memory_limit: int | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
     link: Link | None = None
+    zero: int = 0
+    dp_link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ def named(segments: Sequence[SegmentCost], pipeline: Pipeline, name: str) -> Sch
         pinned=pipeline.pinned,
         link=pipeline.link,
         chunks=chunks,
+        zero=pipeline.zero,
+        dp_link=pipeline.dp_link,
     )
     return ScheduleChoice(name, chunks, stages)
 

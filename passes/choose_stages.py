@@ -1,7 +1,7 @@
 """Choose pipeline stages: consecutive segments to stages, least modelled step time, within memory. Numbers in, numbers out.
 
-memory    of one rank: fp32 parameters and gradients (4 bytes each), AdamW's two moments (8 bytes) per local parameter, and
-          the activations of as many micro-batches as the schedule keeps in flight on that stage (1F1B: p - s; GPipe: all).
+memory    of one rank: parameters, gradients and optimizer state (passes.step_end says how ZeRO shards them over dp), and the
+          activations of as many micro-batches as the schedule keeps in flight on that stage (1F1B: p - s; GPipe: all).
           A parameter that several segments of a stage read counts once there, one that several stages read (tied) on each.
           PipeDream-2BW has a second copy of parameters and gradients
 chunks    with v model chunks per rank there are p v stages, and each may have 1/v of the memory limit: the chunks of a rank
@@ -13,20 +13,18 @@ time      passes.solver chooses; passes.simulate says what a step takes with the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
 from meshwright.passes.simulate import ASYNCHRONOUS, Timeline, Times, compute_order, stage_in_flight, steady, timed
 from meshwright.passes.solver import Chain, Infeasible, Item, solve_partition
+from meshwright.passes.step_end import Holding, step_end_s
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule
-
-OPTIMIZER_PER_PARAMETER = 2
-"""Bytes of optimizer state per byte of an fp32 parameter: two moments."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,15 @@ class SegmentCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`."""
+    """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`; `parameter_bytes` are
+    those of its parameters before ZeRO shards them."""
 
     segments: tuple[str, ...]
     forward_s: float
     backward_s: float
     memory: Memory
     weight_s: float = 0.0
+    parameter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class StageChoice:
     bubble      the idle share of all ranks' time
     in_flight   most (stage, micro-batch) pairs per rank that activations are kept for
     times       of the stages and of the transfers between them
+    end_s       the part of step_s for sums over dp and the update
     """
 
     stages: tuple[StageCost, ...]
@@ -74,6 +75,7 @@ class StageChoice:
     in_flight: tuple[int, ...]
     order: Schedule
     times: Times
+    end_s: float = 0.0
 
 
 def choose_stages(
@@ -86,8 +88,12 @@ def choose_stages(
     pinned: Sequence[Sequence[str]] | None = None,
     link: Link | None = None,
     chunks: int = 1,
+    zero: int = 0,
+    dp_link: Link | None = None,
 ) -> StageChoice:
     """The best stages. `link` joins neighbours along pp (None: transfers take no time); `pinned` are every stage's segments.
+
+    `dp_link` joins the ranks that sum gradients: with it a step's time has these sums and the update in it.
 
     InputError when there are fewer segments than stages, when the pins are no partition, or when no stages fit the limit.
     """
@@ -101,22 +107,26 @@ def choose_stages(
         )
     transfers = tuple(point_to_point_s(s.boundary_bytes, link) if link else 0.0 for s in segments)
     ends = read_pins(segments, len(kept), pinned) if pinned is not None else {}
-    copies = 2 if schedule == ASYNCHRONOUS else 1
-    items = tuple(item(segment, transfer, copies) for segment, transfer in zip(segments, transfers, strict=True))
+    holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches)
+    items = tuple(item(segment, transfer, holding) for segment, transfer in zip(segments, transfers, strict=True))
     limit = None if memory_limit is None else memory_limit // chunks
     try:
         cuts = solve_partition(Chain(items, kept, micro_batches, limit, ends))
     except Infeasible as error:
         least = error.least_bytes * chunks
         raise InputError(
-            does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, copies)
+            does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, holding)
         ) from None
     starts = (0, *cuts[:-1])
     stages = tuple(
-        stage_cost(segments[start:stop], count, copies) for start, stop, count in zip(starts, cuts, kept, strict=True)
+        stage_cost(segments[start:stop], count, holding) for start, stop, count in zip(starts, cuts, kept, strict=True)
     )
     times = stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]])
-    return priced(stages, order, times, None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches))
+    found = priced(stages, order, times, None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches))
+    if dp_link is None:
+        return found
+    end_s = step_end_s(holding, [(s.parameter_bytes, s.forward_s, s.backward_s) for s in stages], dp_link)
+    return replace(found, step_s=found.step_s + end_s, end_s=end_s)
 
 
 def stage_times(stages: Sequence[StageCost], transfers: Sequence[float]) -> Times:
@@ -135,18 +145,13 @@ def priced(stages: tuple[StageCost, ...], order: Schedule, times: Times, settled
     return StageChoice(stages, timeline.step_s, timeline.bubble, timeline.in_flight, order, times)
 
 
-def item(segment: SegmentCost, transfer_s: float, copies: int) -> Item:
+def item(segment: SegmentCost, transfer_s: float, holding: Holding) -> Item:
     """A segment as the solver sees it; both directions of a cut's transfers count."""
-    shared = {path: parameter_memory(size, copies) for path, size in segment.parameter_bytes.items()}
+    shared = {path: holding.total(size) for path, size in segment.parameter_bytes.items()}
     return Item(segment.forward_s + segment.backward_s, 2 * transfer_s, segment.activation_bytes, shared)
 
 
-def parameter_memory(size_bytes: int, copies: int) -> int:
-    """Bytes of a parameter with its gradient, `copies` of both, and optimizer state."""
-    return (2 * copies + OPTIMIZER_PER_PARAMETER) * size_bytes
-
-
-def stage_cost(segments: Sequence[SegmentCost], in_flight: int, copies: int = 1) -> StageCost:
+def stage_cost(segments: Sequence[SegmentCost], in_flight: int, holding: Holding) -> StageCost:
     """Sums over a stage's segments, every parameter once."""
     local = {path: size for s in segments for path, size in s.parameter_bytes.items()}
     parameters = sum(local.values())
@@ -155,13 +160,9 @@ def stage_cost(segments: Sequence[SegmentCost], in_flight: int, copies: int = 1)
         tuple(s.name for s in segments),
         sum(s.forward_s for s in segments),
         sum(s.backward_s for s in segments),
-        Memory(
-            parameters=copies * parameters,
-            gradients=copies * parameters,
-            optimizer=OPTIMIZER_PER_PARAMETER * parameters,
-            activations=activations,
-        ),
+        holding.memory(parameters, activations),
         sum(s.weight_s for s in segments),
+        parameters,
     )
 
 
@@ -200,13 +201,13 @@ def reason(segments: Sequence[SegmentCost], name: str) -> str:
 
 
 def does_not_fit(
-    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, copies: int
+    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, holding: Holding
 ) -> str:
     """One line: the stage that needs most under the best cuts, what it needs, and what would fit. `limits`: what was allowed,
     and the least that will do."""
     limit, least = limits
     starts = (0, *error.cuts[:-1])
-    costs = [stage_cost(segments[i:j], count, copies) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
+    costs = [stage_cost(segments[i:j], count, holding) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
     stage, cost = max(enumerate(costs), key=lambda found: found[1].memory.total)
     memory = cost.memory
     held = (
