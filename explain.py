@@ -112,7 +112,7 @@ class Explainer:
 
     @cached_property
     def stages(self) -> StageChoice:
-        return pipeline(self.pricing, self.setting)
+        return pipeline(self.pricing, self.setting).stages
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -129,7 +129,7 @@ class Explainer:
 
     def outcome_of(self, pricing: Pricing, setting: Setting) -> Outcome:
         """What a step of a plan takes and needs."""
-        stages = pipeline(pricing, setting)
+        stages = pipeline(pricing, setting).stages
         times = {n: t * setting.micro_batches for n, t in collective_seconds(pricing).items()}
         return Outcome(stages.step_s, max(s.memory.total for s in stages.stages), times)
 

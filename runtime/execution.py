@@ -224,8 +224,9 @@ class StepExecution:
         """Each product's operands are freed with it."""
         work = self._weight_work.pop((action.stage, action.micro_batch))
         work.reverse()
-        while work:
-            work.pop()()
+        with torch.no_grad():
+            while work:
+                work.pop()()
         self._release((action.stage, action.micro_batch))
 
     def _release(self, key: Key) -> None:
