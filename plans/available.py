@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from meshwright.plans.mesh import Mesh
 
 AVAILABLE: Mapping[str, tuple[object, ...]] = {
-    "zero": (0,),
+    "zero": (0, 1, 2, 3),
     "precision": ("fp32",),
     "reduce_dtype": ("fp32",),
     "recompute": ("none", "full"),

@@ -2,7 +2,7 @@
 
     plan.yaml: stages[1].layers: found 3, expected a list of segment names such as 'model.layers.{0..15}'
     plan.yaml: micro_bacth: unknown key; did you mean micro_batch?
-    --zero: 2 is not in this version, which has 0
+    --precision: bf16 is not in this version, which has fp32
 
 EXPECTED says what would be right, by key path without indices; the JSON Schema takes its descriptions from it too.
 """

@@ -115,6 +115,10 @@ class Axis(ABC):
     def _start_gather(self, x: Tensor) -> Pending:
         """x of every rank, stacked."""
 
+    def _start_gather_into(self, out: Tensor, x: Tensor) -> Pending:
+        """x of every rank, into `out`."""
+        return self._start_gather(x).then(lambda stacked: out.copy_(stacked.view(-1)))
+
     @abstractmethod
     def _start_scatter(self, stacked: Tensor) -> Pending:
         """This rank's entry of the sum over all ranks."""
@@ -138,6 +142,12 @@ class Axis(ABC):
         if self.size == 1:
             return done(x)
         return self._start_gather(x.contiguous()).then(lambda stacked: join_shards(stacked, dim, sections))
+
+    def start_gather_into(self, out: Tensor, x: Tensor) -> Pending:
+        """x (n) of every rank, one after the other in `out` (size n), the caller's own; x may be this rank's part of it."""
+        if self.size == 1:
+            return done(out if out.data_ptr() == x.data_ptr() else out.copy_(x))
+        return self._start_gather_into(out, x)
 
     def start_reduce_scatter(self, x: Tensor, dim: int, sections: Sequence[int] = ()) -> Pending:
         """This rank's shard along `dim` of the sum over the ranks."""
@@ -246,6 +256,9 @@ class ProcessAxis(Axis):
         out = x.new_empty((self.size, *x.shape))
         return _started(dist.all_gather_single(_flat(out), _flat(x), group=self.group, async_op=True), out)
 
+    def _start_gather_into(self, out: Tensor, x: Tensor) -> Pending:
+        return _started(dist.all_gather_single(out, x, group=self.group, async_op=True), out)
+
     def _start_scatter(self, stacked: Tensor) -> Pending:
         out = stacked.new_empty(stacked.shape[1:])
         return _started(dist.reduce_scatter_single(_flat(out), _flat(stacked), group=self.group, async_op=True), out)
@@ -276,6 +289,12 @@ class PairAxis(ProcessAxis):
         if reduction != "sum":
             return super()._start_reduce(x, reduction)
         return self._start_swap(torch.empty_like(x), x).then(x.add_)
+
+    def _start_gather_into(self, out: Tensor, x: Tensor) -> Pending:
+        both = out.view(2, -1)
+        if both[self.index].data_ptr() != x.data_ptr():
+            both[self.index].copy_(x)
+        return self._start_swap(both[1 - self.index], x).then(lambda _: out)
 
     def _start_scatter(self, stacked: Tensor) -> Pending:
         out = torch.empty_like(stacked[0])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.agreement import together
+from meshwright.runtime.buckets import Arrangement
 from meshwright.runtime.placement import Placement
 from meshwright.runtime.weights import Piece, Ranges, Reader
 
@@ -40,8 +41,9 @@ class Progress:
     optimizer: str | None
 
 
-def save_checkpoint(directory: Path, placement: Placement, state: State, progress: Progress) -> None:
+def save_checkpoint(directory: Path, arrangement: Arrangement, state: State, progress: Progress) -> None:
     """Writes a checkpoint, in place of an older one. Every rank calls it."""
+    placement = arrangement.placement
     target = directory.absolute()
     work = target.parent / f".{target.name}.saving"
     together(lambda: _prepare(target, work) if placement.rank == 0 else None)
@@ -49,12 +51,13 @@ def save_checkpoint(directory: Path, placement: Placement, state: State, progres
         f"{kind}/{name}": part.detach().contiguous()
         for kind, parts in state.items()
         for name, part in parts.items()
-        if name in placement.owned
+        if part.numel() and arrangement.counts(placement.parameters[name], placement.rank)
     }
     file = f"rank_{placement.rank}.safetensors"
     together(lambda: save_file(owned, work / file) if owned else None)
-    ranges = {key: placement.ranges(placement.parameters[key.partition("/")[2]]) for key in owned}
-    everyone: list[Mapping[str, Ranges]] = [{}] * placement.mesh.world_size
+    owners = {key: placement.parameters[key.partition("/")[2]] for key in owned}
+    ranges = {key: (placement.ranges(p), arrangement.portion(p, placement.rank)) for key, p in owners.items()}
+    everyone: list[Mapping[str, tuple[Ranges, tuple[int, int]]]] = [{}] * placement.mesh.world_size
     dist.all_gather_object(everyone, ranges)
     together(lambda: _finish(target, work, placement, progress, everyone) if placement.rank == 0 else None)
 
@@ -67,16 +70,16 @@ def _prepare(target: Path, work: Path) -> None:
 
 
 def _finish(
-    target: Path, work: Path, placement: Placement, progress: Progress, everyone: list[Mapping[str, Ranges]]
+    target: Path, work: Path, placement: Placement, progress: Progress, everyone: list[Mapping[str, tuple[Ranges, tuple[int, int]]]]
 ) -> None:
     tensors: dict[str, dict[str, object]] = {}
     for rank, ranges in enumerate(everyone):
-        for key, part in ranges.items():
+        for key, (part, portion) in ranges.items():
             shape = placement.parameters[key.partition("/")[2]].shape
             entry = tensors.setdefault(key, {"shape": shape, "pieces": []})
             pieces = entry["pieces"]
             assert isinstance(pieces, list)
-            pieces.append({"file": f"rank_{rank}.safetensors", "ranges": part})
+            pieces.append({"file": f"rank_{rank}.safetensors", "ranges": part, "portion": portion})
     index = {"schema": SCHEMA, "step": progress.step, "optimizer": progress.optimizer, "tensors": tensors}
     (work / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
     if target.exists():
@@ -89,10 +92,10 @@ def _finish(
         work.rename(target)
 
 
-def load_checkpoint(directory: Path, placement: Placement, state: State, optimizer: str | None) -> Progress:
+def load_checkpoint(directory: Path, arrangement: Arrangement, state: State, optimizer: str | None) -> Progress:
     """Fills this rank's parts from a checkpoint. Every rank calls it; nothing is changed when it does not fit."""
-    progress, pieces = together(lambda: _read_index(directory, placement, state, optimizer))
-    together(lambda: _read_tensors(placement, state, pieces))
+    progress, pieces = together(lambda: _read_index(directory, arrangement.placement, state, optimizer))
+    together(lambda: _read_tensors(arrangement, state, pieces))
     return progress
 
 
@@ -125,12 +128,16 @@ def _piece(directory: Path, key: str, entry: Mapping[str, object]) -> Piece:
     ranges = entry["ranges"]
     assert isinstance(ranges, list)
     runs = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in ranges)
-    return Piece(directory / str(entry["file"]), key, runs)
+    portion = entry["portion"]
+    assert isinstance(portion, list)
+    return Piece(directory / str(entry["file"]), key, runs, (int(portion[0]), int(portion[1])))
 
 
-def _read_tensors(placement: Placement, state: State, pieces: Mapping[str, list[Piece]]) -> None:
+def _read_tensors(arrangement: Arrangement, state: State, pieces: Mapping[str, list[Piece]]) -> None:
+    placement = arrangement.placement
     with Reader() as reader:
         for kind, parts in state.items():
             for name, part in parts.items():
-                want = placement.ranges(placement.parameters[name])
-                reader.read(part.detach(), name, pieces[f"{kind}/{name}"], want)
+                parameter = placement.parameters[name]
+                start, _ = arrangement.portion(parameter, placement.rank) if parameter.trainable else (0, 0)
+                reader.read_portion(part, name, pieces[f"{kind}/{name}"], placement.ranges(parameter), start)

@@ -3,6 +3,7 @@
     rt.axis("tp")                   the rank's place on a mesh axis
     rt.seed(index, site, ("tp",))   seed of one dropout: layer index, site in the layer, axes that shard the tensor
     rt.layer(fn, w, x, ...)         fn(rt, w, x, ...), recomputed in the backward pass when the plan says so
+    rt.segment(fn, w, x, ...)       fn(rt, w, x, ...): a part of the model that is no layer
     rt.device                       where constants are made
     w.at("model.layers.0.")["mlp.up_proj.weight"]
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,22 @@ def _mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
+def _recomputed(fn: Callable[..., Result], *args: object) -> Result:
+    """fn(*args), run again in the backward pass."""
+    result: Result = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+class Segments(Protocol):
+    """What wants to know where a forward is (runtime.residency)."""
+
+    def enter(self) -> None:
+        """A segment begins."""
+
+    def leave(self, outputs: object) -> None:
+        """A segment ends."""
+
+
 class Context:
     """A rank's axes, device and place in the run."""
 
@@ -65,6 +82,8 @@ class Context:
         self.dropout = dropout
         self.step = 0
         self.micro_batch = 0
+        self.segments: Segments | None = None
+        """Told when a layer or another segment begins and ends."""
         self.on_keep: Callable[[Tensor], object] | None = None
         """Told of each tensor that a recomputed layer keeps: autograd's hooks do not see those."""
 
@@ -87,12 +106,23 @@ class Context:
         """fn(rt, weights, *args); with recompute "full" autograd keeps its tensor arguments alone."""
         here = copy.copy(self)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return fn(here, weights, *args)
+            return self._segment(lambda: fn(here, weights, *args))
         if self.on_keep is not None:
             for kept in args:
                 if isinstance(kept, Tensor):
                     self.on_keep(kept)
-        result: Result = checkpoint(fn, here, weights, *args, use_reentrant=False, preserve_rng_state=False)
+        return self._segment(lambda: _recomputed(fn, here, weights, *args))
+
+    def segment(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
+        """fn(rt, weights, *args)."""
+        return self._segment(lambda: fn(self, weights, *args))
+
+    def _segment(self, run: Callable[[], Result]) -> Result:
+        if self.segments is None:
+            return run()
+        self.segments.enter()
+        result = run()
+        self.segments.leave(result)
         return result
 
 

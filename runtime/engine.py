@@ -25,16 +25,17 @@ from torch import Tensor
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import RANK_AXES
 from meshwright.plans.save import load_checked, load_programs
-from meshwright.runtime.actions import Schedule
+from meshwright.runtime.actions import Schedule, split_backwards
 from meshwright.runtime.agreement import FailureReport, together
 from meshwright.runtime.batch import check_batch, flat_inputs
+from meshwright.runtime.buckets import Arrangement
 from meshwright.runtime.checkpoint import PARAMETERS, Progress, State, load_checkpoint, save_checkpoint
 from meshwright.runtime.context import Context
 from meshwright.runtime.execution import StepExecution, StepRecord
 from meshwright.runtime.gathering import gather
 from meshwright.runtime.gradients import FlatParameters, clip_scale
 from meshwright.runtime.launch import choose_device, join_processes, place, tied_groups
-from meshwright.runtime.optimizer import Optimizer, read_options
+from meshwright.runtime.optimizer import Optimizer, OptimizerOptions, read_options
 from meshwright.runtime.stages import RankStages
 from meshwright.runtime.weight_copy import locate_weights
 from meshwright.runtime.weights import Reader, whole
@@ -76,13 +77,17 @@ class Engine:
         self.step = 0
         self._placement = place(directory, texts, self.plan, self.signature, self.rank)
         self._tied = tied_groups(self._placement, self._axes, timeout_s)
-        self._parameters = FlatParameters(self._placement, self.device)
+        layers = frozenset(name for names in self.plan.stage_segments for name in names)
+        self._arrangement = Arrangement(self._placement, layers, self.plan.zero)
+        self._counted = {p.name for p in self._placement.held if self._arrangement.counts(p, self.rank)}
+        self._parameters = FlatParameters(self._arrangement, self._axes, self.device)
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
+        self._parameters.spread()
         context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
-        self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters.tensors, timeout_s)
-        values, gradients = self._parameters.values, self._parameters.gradients
-        self._optimizer = None if options is None else Optimizer(options, values, gradients)
+        context.segments = self._parameters.residency if self._parameters.is_sharded else None
+        self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters, timeout_s)
+        self._optimizer = None if options is None else self._build_optimizer(options)
         self.learning_rate = 0.0 if options is None else options.lr
         self._peak_activation_bytes = 0
         self.peak_in_flight = 0
@@ -95,8 +100,9 @@ class Engine:
         with self._reported("update"):
             scale = clip_scale(self._optimizer.options.clip, metrics.grad_norm)
             if scale != 1.0:
-                self._parameters.gradients.mul_(scale)
+                self._parameters.scale_gradients(scale)
             self._optimizer.step(self.learning_rate)
+            self._parameters.updated()
         self.step += 1
         return Metrics(metrics.loss, metrics.grad_norm, metrics.tokens, self.step)
 
@@ -105,13 +111,14 @@ class Engine:
         inputs = flat_inputs(batch)
         num_micro_batches = check_batch(inputs, self.plan, self.signature)
         execution = self._stages.execution(inputs, num_micro_batches, self.step, record)
+        actions = self._stages.schedule(num_micro_batches)[self._placement.at["pp"]]
         with self._reported("forward and backward", execution):
-            self._parameters.gradients.zero_()
-            execution.run(self._stages.schedule(num_micro_batches)[self._placement.at["pp"]])
+            self._parameters.begin(num_micro_batches, overlap=not split_backwards(actions))
+            execution.run(actions)
         self._peak_activation_bytes = max(self._peak_activation_bytes, execution.peak_saved_bytes)
         self.peak_in_flight = max(self.peak_in_flight, execution.peak_in_flight)
         with self._reported("gradient sums"):
-            self._parameters.reduce(self._axes, self._tied)
+            self._parameters.finish(self._tied)
             loss, square = self._sum_over_ranks(execution.loss)
         tokens = inputs[self.signature.inputs[0].name].numel()
         return Metrics(loss, math.sqrt(square), tokens, self.step)
@@ -119,12 +126,12 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Whole FP32 gradients by the model's parameter names on rank 0, {} elsewhere; after train_step, as clipped."""
         with self._reported("gathering gradients"):
-            return gather(self._placement, self._parameters.views(self._parameters.gradients), trainable_only=True)
+            return gather(self._arrangement, self._parameters.gradient_parts(), trainable_only=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters by the model's names on rank 0, {} elsewhere; tied ones under all names, unused ones too."""
         with self._reported("gathering parameters"):
-            found = gather(self._placement, self._parameters.tensors)
+            found = gather(self._arrangement, self._parameter_parts())
         if self.rank == 0:
             with Reader() as reader:
                 for name, spec in self.signature.unused.items():
@@ -136,28 +143,31 @@ class Engine:
     def save(self, directory: str | Path) -> None:
         """Writes parameters, optimizer state and step to a checkpoint directory that all ranks see."""
         with self._reported("saving"):
-            save_checkpoint(Path(directory), self._placement, self._state(), Progress(self.step, self._optimizer_name))
+            save_checkpoint(Path(directory), self._arrangement, self._state(), Progress(self.step, self._optimizer_name))
 
     def load(self, directory: str | Path) -> None:
         """Goes on from a checkpoint, of any plan of the same model."""
         with self._reported("loading"):
-            progress = load_checkpoint(Path(directory), self._placement, self._state(), self._optimizer_name)
+            progress = load_checkpoint(Path(directory), self._arrangement, self._state(), self._optimizer_name)
+            self._parameters.spread()
+            for state in self._optimizer.states.values() if self._optimizer else ():
+                self._parameters.spread(state)
         self.step = progress.step
         if self._optimizer is not None:
             self._optimizer.set_num_steps(progress.step)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer and activations."""
-        lasting = {
-            "parameters": self._parameters.num_bytes,
-            "gradients": self._parameters.gradients.nbytes,
-            "optimizer": self._optimizer.num_bytes if self._optimizer else 0,
-        }
-        now, peak = 0, self._peak_activation_bytes
+        now, peak = self._parameters.memory()["now"], self._parameters.memory()["peak"]
+        optimizer = self._optimizer.num_bytes if self._optimizer else 0
+        active, most = 0, self._peak_activation_bytes
         if self.device.type == "cuda":
-            now = max(0, torch.cuda.memory_allocated(self.device) - sum(lasting.values()))
-            peak = max(0, torch.cuda.max_memory_allocated(self.device) - sum(lasting.values()))
-        return {"now": {**lasting, "activations": now}, "peak": {**lasting, "activations": peak}}
+            active = max(0, torch.cuda.memory_allocated(self.device) - sum(now.values()) - optimizer)
+            most = max(0, torch.cuda.max_memory_allocated(self.device) - sum(peak.values()) - optimizer)
+        return {
+            "now": {**now, "optimizer": optimizer, "activations": active},
+            "peak": {**peak, "optimizer": optimizer, "activations": most},
+        }
 
     @property
     def schedule(self) -> Schedule:
@@ -170,19 +180,27 @@ class Engine:
 
     def _state(self) -> State:
         states = self._optimizer.states if self._optimizer else {}
-        return {PARAMETERS: self._parameters.tensors, **{kind: self._parameters.views(s) for kind, s in states.items()}}
+        return {PARAMETERS: self._parameter_parts(), **{kind: self._parameters.parts(s) for kind, s in states.items()}}
+
+    def _parameter_parts(self) -> dict[str, Tensor]:
+        """This rank's share of every parameter it holds, one-dimensional; all of what is frozen."""
+        frozen = {name: tensor.view(-1) for name, tensor in self._parameters.frozen.items()}
+        return {**self._parameters.parts(), **frozen}
+
+    def _build_optimizer(self, options: OptimizerOptions) -> Optimizer:
+        chunks = self._parameters.chunks(lambda name: 0)
+        return Optimizer(options, chunks, self._parameters.num_own, self.device)
 
     def _read_weights(self) -> None:
         with Reader() as reader:
-            for parameter in self._placement.held:
-                target = self._parameters.tensors[parameter.name].detach()
-                reader.read(
-                    target, parameter.name, self._source.pieces[parameter.name], self._placement.ranges(parameter)
-                )
+            for name, part in self._parameter_parts().items():
+                parameter = self._placement.parameters[name]
+                start = self._arrangement.portion(parameter, self.rank)[0] if parameter.trainable else 0
+                reader.read_portion(part, name, self._source.pieces[name], self._placement.ranges(parameter), start)
 
     def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
         """Global loss and squared gradient norm: bitwise the same on every rank."""
-        square = self._parameters.square_sum(self._placement.owned)
+        square = self._parameters.square_sum(self._counted)
         both = torch.stack([loss if self._axes["tp"].index == 0 else torch.zeros_like(loss), square])
         if self.plan.mesh.world_size > 1:
             dist.all_reduce(both)

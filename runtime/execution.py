@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.runtime.actions import Action, Actions, Kind, StageRanks
 from meshwright.runtime.batch import micro_batches
 from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.gradients import FlatParameters
 from meshwright.runtime.main_gradients import Deferral, Work
 from meshwright.runtime.memory import SavedBytes
 from meshwright.runtime.program import Program, Tensors
@@ -91,6 +92,7 @@ class StepExecution:
 
     stage_ranks   pp coordinate of every stage; those of `stages` are this rank's
     split         the backwards whose weight gradients are a W
+    flat          the parameters, which are told of forwards and backwards
     loss          FP64 sum of this rank's micro-batches (0 on ranks without the last stage)
     """
 
@@ -100,13 +102,14 @@ class StepExecution:
         stage_ranks: StageRanks,
         split: frozenset[Key],
         deferral: Deferral,
+        flat: FlatParameters,
         transfers: Transfers,
         feeds: Mapping[int, Feed],
         saved: SavedBytes | None,
         record: StepRecord | None = None,
     ) -> None:
         self._stages, self._stage_ranks, self._split = stages, stage_ranks, split
-        self._deferral, self._transfers, self._feeds = deferral, transfers, feeds
+        self._deferral, self._flat, self._transfers, self._feeds = deferral, flat, transfers, feeds
         self._saved, self._record = saved, record
         self._context = next(iter(stages.values())).context
         self._context.on_keep = None if saved is None else saved.keep
@@ -181,6 +184,7 @@ class StepExecution:
         for tensor, boundary in zip(received, stage.program.receives, strict=True):
             tensor.requires_grad_(boundary.requires_grad)
         self._context.micro_batch = action.micro_batch
+        self._flat.residency.before_forward(action.stage)
         with self._watch(key):
             outputs = stage.program.forward(
                 self._context,
@@ -190,6 +194,7 @@ class StepExecution:
                 received,
                 feed.denominators,
             )
+        self._flat.residency.after_forward()
         if action.stage + 1 == self._num_stages:
             self.loss += outputs[0].detach()
             roots = outputs
@@ -209,11 +214,13 @@ class StepExecution:
         if action.stage + 1 == self._num_stages:
             gradients = [torch.ones((), device=self._context.device) for _ in flight.roots]
         pairs = [(root, g) for root, g in zip(flight.roots, gradients, strict=True) if root is not None]
+        self._flat.before_backward(action.stage)
         none: list[Work] = []
         collecting: AbstractContextManager[list[Work]] = self._deferral.collecting() if key in self._split else nullcontext(none)
         with collecting as work:
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        self._flat.after_backward()
         if key in self._split:
             self._weight_work[key] = work
         else:

@@ -1,16 +1,21 @@
-"""A rank's parameters and their gradients, flat: one buffer each, so that a step needs few collectives and kernels.
+"""A rank's parameters and their gradients, flat: buckets of them (runtime.buckets), of which ZeRO may keep shards only.
 
-Every trainable parameter is a view of `values`, its `.grad` a view of `gradients`, into which autograd accumulates in
-FP32 over the micro-batches. After the last backward `reduce` completes the gradients by plain sums, in place:
+Every trainable parameter is a leaf into a bucket's values, its `.grad` a view of the bucket's gradients, into which autograd
+accumulates in FP32 over the micro-batches. Gradients are completed by plain sums:
 
+    over dp (edp)                              every parameter: by an all-reduce (ZeRO 0) or a reduce-scatter to the shards that
+                                               replicas update (ZeRO 1 to 3); over cp too
     over an axis on which the parameter is R   each rank's gradient is partial (a norm under sequence parallelism)
     over the stages that hold it               a tied parameter
-    over dp and cp                             every parameter, but that one that is S on ep is summed only over the part of dp
-                                               that holds the same slice; losses are already divided by the global count
 
-The order in the buffers makes what is summed together adjacent: parameters are sorted by (stages of a tied one, whether
-S on ep, type on tp), so each sum is one or two all-reduces of a contiguous run. The global gradient norm counts every element of the
-model once: each rank adds the squares of what it is an owner of (runtime.placement).
+With ZeRO 0 to 2 nothing is sent before the last micro-batch. In its backward each bucket's sum starts as soon as all of its
+gradients are complete, and overlaps with the rest. With ZeRO 3 each micro-batch's gradients are summed so. One sum is under
+way at a time; the sums over tp and stages follow at the end, on what the rank owns. Where weight gradients are put off (W of
+zero-bubble schedules) they all follow at the end.
+
+ZeRO 2 with several micro-batches adds them up in whole buckets, as Megatron-Core does: those live from the first backward to
+the bucket's reduction. Losses are already divided by the global count. The global gradient norm counts every element of the
+model once: each rank adds the squares of its share (Arrangement.shares), if it is first of those that hold the same.
 """
 
 from __future__ import annotations
@@ -18,113 +23,208 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.runtime.axes import Axis, Pending
-from meshwright.runtime.placement import LAYOUT_AXES, REPLICAS, Parameter, Placement
+from meshwright.runtime.buckets import Arrangement
+from meshwright.runtime.flat_bucket import Amount, FlatBucket
+from meshwright.runtime.placement import LAYOUT_AXES, Parameter
+from meshwright.runtime.residency import Residency
 
-ALIGNMENT = 16
-"""Elements that a view's offset is a multiple of: 64 bytes."""
-BLOCK = 1 << 22
-"""Elements that one sum over ranks takes."""
 ROW = 4096
 """Elements whose squares are summed in FP32, before FP64."""
+BLOCK = 1 << 22
+"""Elements that one sum over tp takes."""
+Tied = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""Group of this rank and its peers on other stages, by the stages that share a parameter."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """A parameter's place in the flat buffers; `stop` includes the padding to ALIGNMENT."""
+class Chunk:
+    """A run of what this rank updates whose parameters are in the same group. `start` is its place in a buffer of all the
+    rank's own elements, as the optimizer's states are."""
 
-    parameter: Parameter
-    shape: tuple[int, ...]
+    group: int
+    values: Tensor
+    gradients: Tensor
     start: int
-    stop: int
-
-
-def _order(parameter: Parameter) -> tuple[tuple[int, ...], bool, int]:
-    """Sort key of the flat buffers: slices on ep first, tied ones last. R is next to R: last of what is not tied, first of
-    what is."""
-    by_type = "ISR".index(parameter.layout.on("tp").kind)
-    whole = parameter.layout.on("ep").kind != "S"
-    return (parameter.stages, not whole, -by_type) if len(parameter.stages) > 1 else ((), whole, by_type)
 
 
 class FlatParameters:
-    """The parameters of one rank. `tensors` are what programs get, by name: leaves that share memory with `values`."""
+    """The parameters of one rank. `tensors` are what programs get, by name."""
 
-    def __init__(self, placement: Placement, device: torch.device) -> None:
-        self.spans: list[Span] = []
-        stop = 0
-        for parameter in sorted((p for p in placement.held if p.trainable), key=_order):
-            start, shape = stop, placement.local_shape(parameter)
-            stop += -(-torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
-            self.spans.append(Span(parameter, shape, start, stop))
-        self.values = torch.zeros(stop, device=device)
-        self.gradients = torch.zeros(stop, device=device)
-        self.frozen = {
-            p.name: torch.zeros(placement.local_shape(p), device=device) for p in placement.held if not p.trainable
-        }
-        self.tensors: dict[str, Tensor] = self.views(self.values)
-        for name, gradient in self.views(self.gradients).items():
-            self.tensors[name].requires_grad_()
-            self.tensors[name].grad = gradient
-        self.tensors.update(self.frozen)
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """By name, the trainable parameters' places in a buffer as long as `values`."""
-        return {s.parameter.name: flat[s.start : s.stop][: prod(s.shape)].view(s.shape).detach() for s in self.spans}
+    def __init__(self, arrangement: Arrangement, axes: Mapping[str, Axis], device: torch.device) -> None:
+        self.arrangement, self._axes = arrangement, axes
+        placement = arrangement.placement
+        self.gathered, self.staged = Amount(), Amount()
+        self.buckets = tuple(
+            FlatBucket(spec, axes[spec.axis], arrangement.zero, device, self.gathered, self._on_fired) for spec in arrangement.own
+        )
+        self.frozen = {p.name: torch.zeros(placement.local_shape(p), device=device) for p in placement.held if not p.trainable}
+        self.residency = Residency(self.buckets, self.frozen, self.staged)
+        leaves = {name: leaf for bucket in self.buckets for name, leaf in bucket.leaves.items()}
+        self.is_sharded = any(bucket.zero for bucket in self.buckets)
+        self.tensors: Mapping[str, Tensor] = self.residency if self.is_sharded else {**leaves, **self.frozen}
+        self._num_micro_batches = 1
+        self._overlap = False
+        self._reducing: Callable[[], None] | None = None
 
     @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + sum(tensor.nbytes for tensor in self.frozen.values())
+    def num_own(self) -> int:
+        """Elements that this rank updates."""
+        return sum(len(bucket.own_values) for bucket in self.buckets)
 
-    def runs(self, belongs: Callable[[Parameter], bool]) -> list[tuple[int, int]]:
-        """[start, stop) of the longest runs of the buffers whose parameters all belong."""
-        found: list[tuple[int, int]] = []
-        for span in (s for s in self.spans if belongs(s.parameter)):
-            if found and found[-1][1] == span.start:
-                found[-1] = (found[-1][0], span.stop)
-            else:
-                found.append((span.start, span.stop))
+    @property
+    def storages(self) -> list[Tensor]:
+        """Tensors on the storages that programs read parameters from."""
+        return [*(bucket.values for bucket in self.buckets), *self.frozen.values()]
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of parameters and gradients, now and at their peak."""
+        values = sum(b.value_bytes for b in self.buckets) + sum(x.nbytes for x in self.frozen.values())
+        gradients = sum(b.gradient_bytes for b in self.buckets)
+        return {
+            "now": {"parameters": values + self.gathered.now, "gradients": gradients + self.staged.now},
+            "peak": {"parameters": values + self.gathered.peak, "gradients": gradients + self.staged.peak},
+        }
+
+    def parts(self, of: Tensor | None = None) -> dict[str, Tensor]:
+        """By name, this rank's share of its trainable parameters, one-dimensional: the values themselves, or their places in a
+        buffer of own elements."""
+        return self._shares(lambda b, at: b.own_values if of is None else of[at : at + len(b.own_values)])
+
+    def gradient_parts(self) -> dict[str, Tensor]:
+        """The same of gradients."""
+        return self._shares(lambda bucket, _: bucket.own_gradients)
+
+    def _shares(self, of: Callable[[FlatBucket, int], Tensor]) -> dict[str, Tensor]:
+        found = {}
+        at = 0
+        for bucket in self.buckets:
+            own, (low, high) = of(bucket, at), bucket.shard
+            for span in bucket.spec.spans:
+                start = max(low, span.start - bucket.spec.start)
+                stop = max(start, min(high, span.stop - bucket.spec.start))
+                found[span.parameter.name] = own.detach()[bucket.within_own(start, stop)]
+            at += len(own)
         return found
 
-    def reduce(self, axes: Mapping[str, Axis], tied: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Completes the gradients, in place. `tied`: group of this rank and its peers on other stages, by stages."""
-        for name in LAYOUT_AXES:
-            self._sum_over(axes[name], lambda p, name=name: p.layout.on(name).kind == "R")  # type: ignore[misc]
-        for stages, group in sorted(tied.items(), key=lambda item: item[0]):
-            self._sum(group, lambda p, stages=stages: p.stages == stages)  # type: ignore[misc]
-        for name in REPLICAS:
-            self._sum_over(axes[name], lambda p, name=name: name in p.replica_axes)  # type: ignore[misc]
+    def chunks(self, group_of: Callable[[str], int]) -> list[Chunk]:
+        """What the optimizer updates, in runs of parameters of one group."""
+        found = []
+        at = 0
+        for bucket in self.buckets:
+            for key in sorted({group_of(name) for name in bucket.leaves}):
+                for start, stop in bucket.runs(lambda p, key=key: group_of(p.name) == key, *bucket.own):  # type: ignore[misc]
+                    part = bucket.within_own(start, stop)
+                    found.append(Chunk(key, bucket.own_values[part], bucket.own_gradients[part], at + part.start))
+            at += len(bucket.own_values)
+        return found
 
-    def _sum_over(self, axis: Axis, belongs: Callable[[Parameter], bool]) -> None:
+    def begin(self, num_micro_batches: int, overlap: bool = True) -> None:
+        """A step begins. Without `overlap` (gradients that are put off) all sums wait for its end."""
+        self._num_micro_batches, self._overlap = num_micro_batches, overlap
+        self._reducing = None
+        for bucket in self.buckets:
+            bucket.zero_gradients()
+            if bucket.zero == 2 and num_micro_batches > 1:
+                bucket.allocate_gradients(self.staged)
+
+    def before_backward(self, stage: int) -> None:
+        """A backward of a stage begins."""
+        for bucket in self.buckets:
+            if bucket.zero == 3:
+                bucket.num_fired, bucket.is_done = 0, False
+        self.residency.before_backward(stage)
+
+    def after_backward(self) -> None:
+        """A backward has ended: what was not freed in it is."""
+        for bucket in self.buckets:
+            if bucket.zero == 3:
+                if self._overlap and not bucket.is_done and bucket.has_gradients:
+                    self._start_reduce(bucket)
+                bucket.release()
+
+    def finish(self, tied: Tied) -> None:
+        """The last backward has ended: completes the gradients that this rank owns."""
+        for bucket in self.buckets:
+            if bucket.spec.num_shards > 1 and (bucket.has_gradients if bucket.zero == 3 else not bucket.is_done):
+                self._start_reduce(bucket)
+        self._wait_reduced()
+        self._sum_over(self._axes["cp"], [bucket.own_gradients for bucket in self.buckets])
+        for name in LAYOUT_AXES:
+            self._sum_over(self._axes[name], self._own_runs(lambda p, name=name: p.layout.on(name).kind == "R"))  # type: ignore[misc]
+        for stages, group in sorted(tied.items(), key=lambda item: item[0]):
+            works = [dist.all_reduce(b.own_gradients, group=group, async_op=True) for b in self.buckets if b.spec.stages == stages]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def square_sum(self, counted: Collection[str]) -> Tensor:
+        """FP64 scalar: squares of the gradients of this rank's share of the parameters named."""
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].own_gradients.device if self.buckets else None)
+        for bucket in self.buckets:
+            for run in bucket.runs(lambda p: p.name in counted, *bucket.shard):
+                total += _square_sum(bucket.own_gradients[bucket.within_own(*run)])
+        return total
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies what this rank owns."""
+        for bucket in self.buckets:
+            bucket.own_gradients.mul_(factor)
+
+    def spread(self, of: Tensor | None = None) -> None:
+        """This rank's shares were written: fetches what the other replicas were given of the values, or of a buffer of own
+        elements."""
+        at = 0
+        for bucket in self.buckets:
+            kept = bucket.own_values if of is None else of[at : at + len(bucket.own_values)]
+            if bucket.zero == 0:
+                bucket.axis.start_gather_into(kept, kept[slice(*bucket.shard)]).wait()
+            at += len(bucket.own_values)
+        if of is None:
+            self.updated()
+            self.residency.settle()
+
+    def updated(self) -> None:
+        """What this rank owns was updated."""
+        self.residency.refresh(self.buckets)
+
+    def _on_fired(self, bucket: FlatBucket) -> None:
+        bucket.num_fired += 1
+        times = 1 if bucket.zero == 3 else self._num_micro_batches
+        if bucket.num_fired > len(bucket.leaves) * times:
+            raise RuntimeError(f"the gradient of {', '.join(bucket.leaves)} went on after it was summed over {bucket.axis.name}")
+        if self._overlap and bucket.num_fired == len(bucket.leaves) * times:
+            bucket.release()
+            self._start_reduce(bucket)
+
+    def _start_reduce(self, bucket: FlatBucket) -> None:
+        """One at a time: each needs room for what comes."""
+        self._wait_reduced()
+        bucket.is_done = True
+        self._reducing = bucket.start_reduce(self.staged)
+
+    def _wait_reduced(self) -> None:
+        if self._reducing is not None:
+            self._reducing()
+            self._reducing = None
+
+    def _own_runs(self, belongs: Callable[[Parameter], bool]) -> list[Tensor]:
+        return [b.own_gradients[b.within_own(*run)] for b in self.buckets for run in b.runs(belongs, *b.own)]
+
+    def _sum_over(self, axis: Axis, parts: list[Tensor]) -> None:
         """In blocks, two at a time: a sum may need a buffer of its size."""
         pending: deque[Pending] = deque()
-        for start, stop in self.runs(belongs) if axis.size > 1 else ():
-            for part in self.gradients[start:stop].split(BLOCK):
-                if len(pending) == 2:
-                    pending.popleft().wait()
-                pending.append(axis.start_all_reduce(part, in_place=True))
+        for part in (p for whole in parts for p in whole.split(BLOCK)) if axis.size > 1 else ():
+            if len(pending) == 2:
+                pending.popleft().wait()
+            pending.append(axis.start_all_reduce(part, in_place=True))
         for last in pending:
             last.wait()
-
-    def _sum(self, group: dist.ProcessGroup, belongs: Callable[[Parameter], bool]) -> None:
-        parts = [self.gradients[start:stop] for start, stop in self.runs(belongs)]
-        works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    def square_sum(self, owned: Collection[str]) -> Tensor:
-        """FP64 scalar: squares of the gradients of the parameters named."""
-        total = torch.zeros((), dtype=torch.float64, device=self.gradients.device)
-        for start, stop in self.runs(lambda p: p.name in owned):
-            total += _square_sum(self.gradients[start:stop])
-        return total
 
 
 def _square_sum(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class SavedBytes:
     """Bytes saved for backward, now and at their peak. `permanent` tensors do not count."""
 
     def __init__(self, permanent: Iterable[Tensor]) -> None:
-        self._permanent = {tensor.untyped_storage().data_ptr() for tensor in permanent}
+        self._permanent = {tensor.untyped_storage()._cdata for tensor in permanent}
         self._live: dict[Hashable, int] = {}
         self._seen: set[int] = set()
         self._key: Hashable = None
@@ -38,8 +38,8 @@ class SavedBytes:
     def keep(self, tensor: Tensor) -> Tensor:
         """A tensor of the micro-batch is saved."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
             self._live[self._key] = self._live.get(self._key, 0) + storage.nbytes()
         return tensor
 

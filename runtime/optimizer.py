@@ -1,19 +1,20 @@
-"""Optimizers on a rank's flat parameters: torch's own, fused, one call per step.
+"""Optimizers on what a rank updates of its flat parameters (runtime.gradients.Chunk): torch's own, fused, one call per step.
 
 OPTIMIZERS has their options with defaults (torch's); `clip` is the largest global gradient norm, None for no clipping.
-States are as long as the parameters, so each parameter has its view in them (FlatParameters.views).
+States are flat buffers of as many elements as the rank updates, so that each parameter has its place in them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
+from meshwright.runtime.gradients import Chunk
 
 Option = float | tuple[float, float] | None
 
@@ -71,37 +72,41 @@ def _betas(value: object) -> tuple[float, float]:
 
 
 class Optimizer:
-    """Updates `values`, whose gradient is `gradients`. `states` by name: flat, zero at first."""
+    """Updates the values of `chunks`, of `num_own` elements in all. `states` by name: flat, zero at first."""
 
-    def __init__(self, options: OptimizerOptions, values: Tensor, gradients: Tensor) -> None:
+    def __init__(self, options: OptimizerOptions, chunks: Sequence[Chunk], num_own: int, device: torch.device) -> None:
         self.options = options
-        self._values = values.detach().requires_grad_()
-        self._values.grad = gradients
-        self._torch = _build(options, self._values)
         names = STATES[options.name] if options.values.get("momentum", 1.0) else ()
-        self.states: dict[str, Tensor] = {name: torch.zeros_like(values) for name in names}
-        self._num_steps = torch.zeros((), device=values.device)
-        state = self._torch.state[self._values]
-        state.update(self.states)
-        if options.name == "adamw":
-            state["step"] = self._num_steps
+        self.states: dict[str, Tensor] = {name: torch.zeros(num_own, device=device) for name in names}
+        self._steps: list[Tensor] = []
+        self._torch = self._build([chunk for chunk in chunks if chunk.values.numel()])
 
     def step(self, lr: float) -> None:
         """One update with this learning rate."""
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        if self._values.numel():
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"] = lr
             self._torch.step()
 
     def set_num_steps(self, steps: int) -> None:
         """How many updates the states have seen."""
-        self._num_steps.fill_(steps)
+        for counted in self._steps:
+            counted.fill_(steps)
 
     @property
     def num_bytes(self) -> int:
         return sum(state.nbytes for state in self.states.values())
 
-
-def _build(options: OptimizerOptions, values: Tensor) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.SGD
-    return kind([values], lr=options.lr, fused=True, **dict(options.values))  # type: ignore[arg-type]
+    def _build(self, chunks: Sequence[Chunk]) -> torch.optim.Optimizer | None:
+        if not chunks:
+            return None
+        values = [chunk.values.detach().requires_grad_() for chunk in chunks]
+        kind = torch.optim.AdamW if self.options.name == "adamw" else torch.optim.SGD
+        built = kind(values, lr=self.options.lr, fused=True, **dict(self.options.values))  # type: ignore[arg-type]
+        for value, chunk in zip(values, chunks, strict=True):
+            value.grad = chunk.gradients
+            built.state[value].update({n: s[chunk.start : chunk.start + len(value)] for n, s in self.states.items()})
+            if self.options.name == "adamw":
+                self._steps.append(torch.zeros((), device=value.device))
+                built.state[value]["step"] = self._steps[-1]
+        return built

@@ -5,6 +5,7 @@ Terms
               runs where the layout has sections)
     piece     a tensor in a file that holds given ranges of a whole tensor
     source    the pieces of every tensor by the model's own name
+    portion   elements [start, stop) of what ranges hold, row-major: what one replica keeps of its part (runtime.buckets)
 
 A directory with weights is a source whose pieces are whole tensors; a checkpoint is one whose pieces are ranks' parts.
 Reading copies the intersection of what is wanted with each piece, cast to the destination's dtype, so any layout is
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,17 @@ WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 Ranges = tuple[tuple[tuple[int, int], ...], ...]
+Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensor `key` of `file` holds `ranges` of a whole tensor."""
+    """Tensor `key` of `file` holds `ranges` of a whole tensor; or of those a `portion`, as a tensor of one dim."""
 
     file: Path
     key: str
     ranges: Ranges
+    portion: tuple[int, int] | None = None
 
 
 Source = Mapping[str, Sequence[Piece]]
@@ -89,6 +93,43 @@ def copy_overlap(target: Tensor, want: Ranges, tensor: Any, have: Ranges) -> int
     return count
 
 
+def local_shape(ranges: Ranges) -> tuple[int, ...]:
+    """Shape of what ranges hold."""
+    return tuple(sum(stop - start for start, stop in runs) for runs in ranges)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a tensor, row-major, as the fewest boxes of [start, stop) per dim, in order: part of a row,
+    whole rows, part of a row."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        return [((first, first + 1), *rest) for rest in boxes(shape[1:], start - first * row, stop - first * row)]
+    after, before = -(-start // row), stop // row
+    found = [((first, first + 1), *rest) for rest in boxes(shape[1:], start - first * row, row)] if first < after else []
+    if after < before:
+        found.append(((after, before), *((0, n) for n in shape[1:])))
+    return found + ([((last, last + 1), *rest) for rest in boxes(shape[1:], 0, stop - last * row)] if before <= last else [])
+
+
+def within(ranges: Ranges, box: Box) -> Ranges:
+    """Ranges of a box of what ranges hold."""
+    return tuple(tuple(_cut(runs, start, stop)) for runs, (start, stop) in zip(ranges, box, strict=True))
+
+
+def _cut(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    for low, high in runs:
+        first, last = max(start, at), min(stop, at + high - low)
+        if first < last:
+            yield low + first - at, low + last - at
+        at += high - low
+
+
 class Reader:
     """Open safetensors files; a context manager."""
 
@@ -109,6 +150,15 @@ class Reader:
         if count != target.numel():
             raise InputError(f"{pieces[0].file}: {name}: found {count} of {target.numel()} elements that are wanted")
 
+    def read_portion(self, target: Tensor, name: str, pieces: Sequence[Piece], want: Ranges, start: int) -> None:
+        """Fills `target`, of one dim, with the wanted ranges' elements from `start` on, row-major."""
+        at = 0
+        for box in boxes(local_shape(want), start, start + target.numel()):
+            shape = [high - low for low, high in box]
+            part = target[at : at + prod(shape)].view(shape)
+            self.read(part, name, pieces, within(want, box))
+            at += prod(shape)
+
     def shape(self, file: Path, key: str) -> tuple[int, ...]:
         """Shape of a tensor in a file."""
         return tuple(self.open(file).get_slice(key).get_shape())
@@ -125,10 +175,24 @@ class Reader:
     def _copy(self, target: Tensor, want: Ranges, piece: Piece) -> int:
         handle = self.open(piece.file)
         try:
+            if piece.portion is not None:
+                return _copy_portion(target, want, handle.get_slice(piece.key), piece.ranges, piece.portion)
             tensor = handle.get_slice(piece.key) if target.dim() else handle.get_tensor(piece.key)
             return copy_overlap(target, want, tensor, piece.ranges)
         except SafetensorError as error:
             raise InputError(f"{piece.file}: {piece.key}: cannot be read: {error}") from None
+
+
+def _copy_portion(target: Tensor, want: Ranges, flat: Any, ranges: Ranges, portion: tuple[int, int]) -> int:
+    """copy_overlap of a portion, of which only the boxes that are wanted are read."""
+    count = at = 0
+    for box in boxes(local_shape(ranges), *portion):
+        shape = [high - low for low, high in box]
+        have = within(ranges, box)
+        if all(any(overlaps(h, w)) for h, w in zip(have, want, strict=True)):
+            count += copy_overlap(target, want, flat[at : at + prod(shape)].view(shape), have)
+        at += prod(shape)
+    return count
 
 
 def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:

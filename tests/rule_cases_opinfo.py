@@ -8,7 +8,7 @@ are replaced by even ones, since a dim has to divide by the ranks to be sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -62,6 +62,54 @@ def samples(info: OpInfo) -> Iterator[SampleInput]:
         yield from islice(info.sample_inputs("cpu", dtype, requires_grad=False), LOOKED_AT)
 
 
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+Call = tuple[list[object], dict[str, object]]
+
+
+def as_where(args: list[object], kwargs: dict[str, object]) -> Call:
+    return [args[1], args[0], args[2]], {}
+
+
+def as_index(args: list[object], kwargs: dict[str, object]) -> Call:
+    return [args[0], args[1]], {}
+
+
+def as_einsum(args: list[object], kwargs: dict[str, object]) -> Call:
+    return [args[1], args[0]], {}
+
+
+def as_list(args: list[object], kwargs: dict[str, object]) -> Call:
+    return [args], {}
+
+
+def as_batch_norm(args: list[object], kwargs: dict[str, object]) -> Call:
+    x, mean, variance = args[:3]
+    given = {"training": False, "momentum": 0.1, "eps": 1e-5, **kwargs}
+    rest = [given["training"], given["momentum"], given["eps"], False]
+    return [x, given.get("weight"), given.get("bias"), mean, variance, *rest], {}
+
+
+def as_class_loss(args: list[object], kwargs: dict[str, object]) -> Call:
+    return args, {**kwargs, "reduction": REDUCTIONS[str(kwargs.get("reduction", "mean"))]}
+
+
+def as_pool(args: list[object], kwargs: dict[str, object]) -> Call:
+    return args, {k: v for k, v in kwargs.items() if k != "return_indices" and v is not None}
+
+
+ADAPTED: dict[str, tuple[str, Callable[[list[object], dict[str, object]], Call]]] = {
+    "aten.where.self": ("where", as_where),
+    "aten.index.Tensor": ("index_put", as_index),
+    "aten.einsum.default": ("einsum", as_einsum),
+    "aten.broadcast_tensors.default": ("broadcast_tensors", as_list),
+    "aten.batch_norm.default": ("nn.functional.batch_norm", as_batch_norm),
+    "aten.cross_entropy_loss.default": ("nn.functional.cross_entropy", as_class_loss),
+    "aten.nll_loss_nd.default": ("nn.functional.nll_loss", as_class_loss),
+    "aten.max_pool2d.default": ("nn.functional.max_pool2d", as_pool),
+}
+"""Overloads whose arguments are not those of the Python function: its name in the database, and how to say the call."""
+
+
 def tensors_of(tree: object) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -77,8 +125,10 @@ def listed(item: object) -> object:
 
 def case_of(target: str, sample: SampleInput) -> Case | None:
     """A sample as a call of one overload; None when its schema does not take it."""
-    args = tuple(map(listed, (sample.input, *sample.args)))
-    case = Case(target, args, tuple((k, listed(v)) for k, v in sample.kwargs.items()))
+    args, kwargs = list(map(listed, (sample.input, *sample.args))), {k: listed(v) for k, v in sample.kwargs.items()}
+    if target in ADAPTED:
+        args, kwargs = ADAPTED[target][1](args, kwargs)
+    case = Case(target, tuple(args), tuple(kwargs.items()))
     given = list(tensors_of((args, [v for _, v in case.kwargs])))
     if not given or any(t.numel() > LARGEST or t.is_sparse or t.dtype not in DTYPES for t in given):
         return None
@@ -112,10 +162,10 @@ def sharded(case: Case, ranks: int) -> frozenset[str]:
 
 def opinfo_cases(target: str, ranks: int) -> list[Case]:
     """The samples of an overload that have the most strategies, different ones first."""
-    name = target.split(".")[1]
+    name = ADAPTED[target][0] if target in ADAPTED else target.split(".")[1].lstrip("_")
     found: list[Case] = []
     with even_sizes():
-        for info in infos_by_name().get(name.lstrip("_"), []):
+        for info in infos_by_name().get(name, []):
             found += [case for case in (case_of(target, s) for s in samples(info)) if case is not None]
     kept: list[Case] = []
     seen: set[tuple[frozenset[str], int]] = set()

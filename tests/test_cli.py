@@ -126,7 +126,7 @@ def test_compile_prints_json(driver: FakeDriver, tmp_path: Path, capsys: pytest.
         (["--mesh", "cp=2"], "--mesh: cp=2 is not in this version, which has cp=1"),
         (["--mesh", "tp=0"], "--mesh: mesh axis tp is 0; a size is a whole number of 1 or more"),
         (["--mesh", "dp=2", "--micro-batch", "1", "--global-batch", "3"], "--global-batch: found 3, expected a multiple of dp"),
-        (["--zero", "3"], "--zero: 3 is not in this version, which has 0"),
+        (["--zero", "4"], "--zero: found 4, expected 0, 1, 2 or 3"),
         (["--precision", "bf16"], "--precision: bf16 is not in this version, which has fp32"),
         (["--recompute", "selective"], "--recompute: selective is not in this version, which has none, full"),
         (["--devices", "8"], "--devices: not in this version; give --mesh instead"),

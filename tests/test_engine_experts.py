@@ -13,11 +13,9 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.save import load_plan
-from meshwright.runtime.axes import TrivialAxis
 from meshwright.runtime.dryrun import DryReport, dry_run
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.gradients import FlatParameters
-from meshwright.runtime.placement import LAYOUT_AXES, REPLICAS, Parameter, Placement
+from meshwright.runtime.placement import LAYOUT_AXES, Parameter, Placement
 from meshwright.runtime.program import load_program
 from meshwright.tests import toy, toy_experts
 from meshwright.tests.ranks import run_ranks
@@ -157,17 +155,6 @@ def test_every_element_has_one_owner_and_its_replicas_sum_it() -> None:
         assert seen.eq(1).all()
     assert mesh.group(5, "edp") == (1, 5) and mesh.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert mesh.size("edp") == 2 and Mesh(pp=2, dp=2).group(3, "edp") == (2, 3) and Mesh(dp=2, ep=2).group(1, "edp") == (1,)
-
-
-def test_what_is_summed_together_is_adjacent() -> None:
-    layouts = {"a": "I", "b": "S(0)@ep", "c": "R@tp", "d": "S(1)@tp S(0)@ep", "e": "S(0)@tp", "f": "S(1)@ep"}
-    flat = FlatParameters(placement(Mesh(dp=4, tp=2, ep=2), 0, layouts), torch.device("cpu"))
-    assert [s.parameter.name for s in flat.spans] == ["b", "f", "d", "a", "e", "c"]
-    assert [s.shape for s in flat.spans] == [(2, 8), (4, 4), (2, 4), (4, 8), (2, 8), (4, 8)]
-    for axis, num_runs in zip(REPLICAS, (1, 1, 1), strict=True):
-        assert len(flat.runs(lambda p, axis=axis: axis in p.replica_axes)) == num_runs  # type: ignore[misc]
-    assert flat.runs(lambda p: p.layout.on("tp").kind == "R") == [(flat.spans[-1].start, flat.spans[-1].stop)]
-    flat.reduce({name: TrivialAxis(name) for name in (*LAYOUT_AXES, *REPLICAS)}, {})
 
 
 def test_experts_are_no_sum_over_ep(tmp_path: Path) -> None:

@@ -25,10 +25,13 @@ CASES = [
     ("mixtral", {"layers": 2}, "pp=2,tp=2", {"micro_batch": 4}),
     ("mixtral", {"layers": 2, "output_router_logits": True}, "dp=2,ep=2,tp=2", {"micro_batch": 4}),  # router loss over both dp ranks
     ("mixtral", {"layers": 2}, "pp=2,dp=2,ep=2", {"micro_batch": 2}),
+    ("llama", {"layers": 3, "tie_word_embeddings": True}, "pp=2,dp=2,tp=2", {"zero": 3, "recompute": "full", "sequence_parallel": "on"}),
+    ("gpt2", {"layers": 2}, "dp=2,tp=2", {"zero": 2, "micro_batch": 2}),
+    ("mixtral", {"layers": 2}, "dp=4,ep=2", {"zero": 1}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes", "mesh", "options"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+@pytest.mark.parametrize(("name", "changes", "mesh", "options"), CASES, ids=["-".join((c[0], c[2], *c[3])) for c in CASES])
 def test_parity(name: str, changes: dict[str, int], mesh: str, options: dict[str, object]) -> None:
     compare(build(name, **{"layers": 4, **changes}), mesh, **options)  # type: ignore[arg-type]
 

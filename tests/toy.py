@@ -133,7 +133,7 @@ def stage_text(stage: int, mesh: Mesh, stages: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def document(source: Path, mesh: Mesh, schedule: str, recompute: str) -> PlanDocument:
+def document(source: Path, mesh: Mesh, schedule: str, recompute: str, zero: int = 0) -> PlanDocument:
     named = SCHEDULES[schedule]
     per_stage = LAYERS // (mesh.pp * named.chunks)
     zeros = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
@@ -146,7 +146,7 @@ def document(source: Path, mesh: Mesh, schedule: str, recompute: str) -> PlanDoc
             "schema": 1,
             "model": {"source": str(source), "kind": "directory", "parameters": 1},
             "task": "causal-lm", "attention": "sdpa", "seed": 0, "mesh": dict(mesh.sizes()), "hardware": "cpu",
-            "seq": SEQ, "micro_batch": 1, "global_batch": 8, "precision": "fp32", "reduce_dtype": "fp32", "zero": 0,
+            "seq": SEQ, "micro_batch": 1, "global_batch": 8, "precision": "fp32", "reduce_dtype": "fp32", "zero": zero,
             "recompute": recompute, "schedule": schedule, "chunks": named.chunks,
             "stage_ranks": list(named.stage_ranks(mesh.pp, named.chunks)), "sequence_parallel": "auto",
             "stages": [{"layers": s, "forward_s": 0.0, "backward_s": 0.0, "memory": zeros} for s in stages],
@@ -171,13 +171,13 @@ def write_weights(directory: Path) -> Path:
     return directory
 
 
-def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: str = "none") -> Path:
+def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: str = "none", zero: int = 0) -> Path:
     """A plan directory; its weights are beside it, in `weights`."""
     source = write_weights(directory.parent / "weights")
     stages = mesh.pp * SCHEDULES[schedule].chunks
     programs = {f"stage_{stage}.py": stage_text(stage, mesh, stages) for stage in range(stages)}
     files = {"signature.json": signature().to_json().encode(), "config.json": json.dumps({}).encode()}
-    save_plan_dir(directory, document(source, mesh, schedule, recompute), programs, files)
+    save_plan_dir(directory, document(source, mesh, schedule, recompute, zero), programs, files)
     return directory
 
 

@@ -133,13 +133,13 @@ def signature() -> Signature:
     return toy.signature().model_copy(update={"parameters": specs, "unused": {}})
 
 
-def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: str = "none") -> Path:
+def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: str = "none", zero: int = 0) -> Path:
     """A plan directory; its weights are beside it, in `weights`."""
     source = directory.parent / "weights"
     source.mkdir(parents=True, exist_ok=True)
     save_file(weights(), source / "model.safetensors")
     parameters = {name: Layout.parse(layout(name)) for name in shapes()}
-    document = toy.document(source, mesh, schedule, recompute).model_copy(update={"parameters": parameters})
+    document = toy.document(source, mesh, schedule, recompute, zero).model_copy(update={"parameters": parameters})
     programs = {f"stage_{stage}.py": stage_text(stage, mesh) for stage in range(mesh.pp)}
     save_plan_dir(directory, document, programs, {"signature.json": signature().to_json().encode()})
     return directory

@@ -275,11 +275,11 @@ class ForwardWriter:
         return found
 
     def call(self, segment: Segment, arguments: list[str], prefix: str, index: str) -> str:
-        """Text of one call. Layers go through rt.layer, which may recompute them."""
+        """Text of one call. Layers go through rt.layer, which may recompute them, other segments through rt.segment."""
         name = function_name(segment.kind)
         tail = "".join(f"{a}, " for a in arguments)
         if not segment.prefix:
-            return f"{name}(rt, w, {tail}{index})"
+            return f"rt.segment({name}, w, {tail}{index})"
         return f"rt.layer({name}, w.at({prefix}), {tail}{index})"
 
     def write_call(self, segment: Segment) -> None:
