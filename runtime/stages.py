@@ -24,6 +24,7 @@ from meshwright.runtime.axes import Axis, ProcessAxis
 from meshwright.runtime.batch import micro_batches, rank_rows
 from meshwright.runtime.context import Context, Weights
 from meshwright.runtime.execution import Feed, Stage, StepExecution, StepRecord
+from meshwright.runtime.gradients import FlatParameters
 from meshwright.runtime.launch import boundary_groups
 from meshwright.runtime.main_gradients import Deferral, defer_to
 from meshwright.runtime.memory import SavedBytes
@@ -33,7 +34,7 @@ from meshwright.runtime.transfers import Channel, Channels, Transfers
 
 
 class RankStages:
-    """The stages at this rank's pp coordinate. `tensors` are its parameters by name."""
+    """The stages at this rank's pp coordinate. `flat` are its parameters."""
 
     def __init__(
         self,
@@ -42,19 +43,20 @@ class RankStages:
         plan: PlanDocument,
         axes: Mapping[str, Axis],
         context: Context,
-        tensors: Mapping[str, Tensor],
+        flat: FlatParameters,
         timeout_s: float,
     ) -> None:
-        self._plan, self._axes, self._context = plan, axes, context
+        self._plan, self._axes, self._context, self._flat = plan, axes, context, flat
         self._deferral = Deferral()
-        for tensor in tensors.values():
-            defer_to(tensor, self._deferral)
-        weights = Weights(tensors)
+        for leaf in (leaf for bucket in flat.buckets for leaf in bucket.leaves.values()):
+            defer_to(leaf, self._deferral)
+        weights = Weights(flat.tensors)
         own = plan.stages_of(axes["pp"].index)
         self.stages = {stage: _bind(directory, texts, stage, context, weights) for stage in own}
+        flat.used_by(program.parameters for program in self.programs.values())
         groups = boundary_groups(plan.mesh, plan.ranks_of_stages, axes["pp"], context.device, timeout_s)
         self._channels = _channels(plan.ranks_of_stages, axes["pp"], self.programs, groups)
-        self._permanent = [*tensors.values(), *(c for s in self.stages.values() for c in s.constants.values())]
+        self._permanent = [*flat.storages, *(c for s in self.stages.values() for c in s.constants.values())]
         self._watched: set[int] = set()
         self.schedule = cache(self._build_schedule)
 
@@ -86,6 +88,7 @@ class RankStages:
             self._plan.ranks_of_stages,
             split_backwards(schedule[coordinate]),
             self._deferral,
+            self._flat,
             transfers,
             feeds,
             self._saved_bytes(num_micro_batches),
