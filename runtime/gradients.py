@@ -20,8 +20,8 @@ model once: each rank adds the squares of its share (Arrangement.shares), if it 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,7 @@ class FlatParameters:
         self.is_sharded = any(bucket.zero for bucket in self.buckets)
         self.tensors: Mapping[str, Tensor] = self.residency if self.is_sharded else {**leaves, **self.frozen}
         self._num_micro_batches = 1
+        self._num_uses: Mapping[str, int] = {}
         self._overlap = False
         self._reducing: Callable[[], None] | None = None
 
@@ -123,6 +124,10 @@ class FlatParameters:
                     found.append(Chunk(key, bucket.own_values[part], bucket.own_gradients[part], at + part.start))
             at += len(bucket.own_values)
         return found
+
+    def used_by(self, programs: Iterable[Iterable[str]]) -> None:
+        """The parameters of each of the rank's programs: how often a micro-batch's backwards come to each."""
+        self._num_uses = Counter(name for names in programs for name in names)
 
     def begin(self, num_micro_batches: int, overlap: bool = True) -> None:
         """A step begins. Without `overlap` (gradients that are put off) all sums wait for its end."""
@@ -194,11 +199,14 @@ class FlatParameters:
         self.residency.refresh(self.buckets)
 
     def _on_fired(self, bucket: FlatBucket) -> None:
+        if bucket.is_done:
+            raise RuntimeError(f"a gradient of {', '.join(bucket.leaves)} came after their sum over {bucket.axis.name}")
         bucket.num_fired += 1
-        times = 1 if bucket.zero == 3 else self._num_micro_batches
-        if bucket.num_fired > len(bucket.leaves) * times:
-            raise RuntimeError(f"the gradient of {', '.join(bucket.leaves)} went on after it was summed over {bucket.axis.name}")
-        if self._overlap and bucket.num_fired == len(bucket.leaves) * times:
+        if bucket.zero == 3:
+            expected = len(bucket.leaves)
+        else:
+            expected = self._num_micro_batches * sum(self._num_uses.get(name, 1) for name in bucket.leaves)
+        if self._overlap and bucket.num_fired == expected:
             bucket.release()
             self._start_reduce(bucket)
 
