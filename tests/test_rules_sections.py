@@ -128,17 +128,3 @@ def test_ways_go_over_to_other_units_and_to_finer_ones() -> None:
 def test_dims_that_no_weight_is_cut_along_have_no_ways() -> None:
     """The head dim comes out of a view as its fast part."""
     assert 16 not in table_of(Packed(192, 64, rotated))
-
-
-def test_gradients_flow_through_complex_numbers() -> None:
-    class Rotated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(HIDDEN, HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            turned = torch.view_as_complex(self.inner(x).unflatten(-1, (-1, 2))) * torch.polar(torch.ones(8), torch.arange(8.0))
-            return torch.view_as_real(turned).flatten(-2).square().mean()
-
-    graph = capture(Rotated(), {"x": torch.ones(2, 8, HIDDEN)}, seq=8, micro_batch=2).graph
-    assert all(r.requires_grad for op in graph.ops if "view_as" in op.target for r in op.results)

@@ -20,7 +20,7 @@ import torch
 from meshwright.compiler.graph import Graph, Level, Op, Ref, Value, map_refs
 from meshwright.plans.errors import InputError
 
-NO_GRADIENT = frozenset({"detach", "histc", "full", "arange", "bucketize", "one_hot", "isnan", "fill", "eye", "linspace"})
+NO_GRADIENT = frozenset({"detach", "histc", "full", "arange", "bucketize", "one_hot", "isnan", "eye", "linspace"})
 """Op packets whose floating-point results carry no gradient."""
 
 DROPOUTS = frozenset({"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"})
