@@ -3,6 +3,7 @@
 What a rank says when it fails, and how it ends:
 
     a difference     exit 1. verify found one; rank 0 prints it.
+    NaN, infinity    exit 1. All ranks find it in a step; rank 0 says where.
     bad input        exit 2. All ranks meet it alike, so rank 0 says it: one line, `error: ...`. Another rank says it
                      (`error: rank 3: ...`) only when it is still running GRACE_S later: then it was alone.
     a lost peer      exit 1. Another rank died first and torchrun is about to end this one; it says so only if that does
@@ -32,6 +33,7 @@ from typer.main import get_command
 
 from meshwright import bench, train, verify
 from meshwright.plans.errors import InputError
+from meshwright.runtime.engine import NonFiniteError
 
 GRACE_S = 20.0
 DEBUG = "--debug"
@@ -94,6 +96,11 @@ def end_with(problem: BaseException) -> NoReturn:
     if isinstance(problem, (InputError, TyperException)):
         fail_together(problem, details if DEBUG in sys.argv else "")
         leave(2)
+    if isinstance(problem, NonFiniteError):
+        if rank() != 0:
+            time.sleep(GRACE_S)
+        say(f"error: {problem}", details if DEBUG in sys.argv else "")
+        leave(1)
     if isinstance(problem, verify.DiffersError):
         print(problem)
         put_into_report(str(problem))

@@ -54,6 +54,10 @@ class Metrics:
     step: int
 
 
+class NonFiniteError(ArithmeticError):
+    """A step's loss or gradients have a NaN or an infinity. Raised on every rank, before the update."""
+
+
 class Engine:
     """A rank of a plan. `optimizer` may be left out when nothing is trained; `device` defaults to this rank's GPU, else
     the CPU. A rank that waits longer than `timeout_s` for another gives up. Without `dropout` nothing is random.
@@ -93,10 +97,12 @@ class Engine:
         self.peak_in_flight = 0
 
     def train_step(self, batch: Mapping[str, object]) -> Metrics:
-        """Loss and gradients of a global batch, then one update."""
+        """Loss and gradients of a global batch, then one update; NonFiniteError, and no update, when they are not finite."""
         if self._optimizer is None:
             raise InputError('train_step needs an optimizer, as in Engine(plan_dir, {"name": "adamw", "lr": 1e-3})')
         metrics = self.forward_backward(batch)
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            raise NonFiniteError(self._describe_non_finite(metrics))
         with self._reported("update"):
             scale = clip_scale(self._optimizer.options.clip, metrics.grad_norm)
             if scale != 1.0:
@@ -188,7 +194,8 @@ class Engine:
         return {**self._parameters.parts(), **frozen}
 
     def _build_optimizer(self, options: OptimizerOptions) -> Optimizer:
-        chunks = self._parameters.chunks(lambda name: 0)
+        options.check_groups([name for name, p in self._placement.parameters.items() if p.trainable])
+        chunks = self._parameters.chunks(options.group_of)
         return Optimizer(options, chunks, self._parameters.num_own, self.device)
 
     def _read_weights(self) -> None:
@@ -206,6 +213,14 @@ class Engine:
             dist.all_reduce(both)
         total_loss, total_square = both.tolist()
         return total_loss, total_square
+
+    def _describe_non_finite(self, metrics: Metrics) -> str:
+        """Where the first NaN or infinity is, the same on every rank."""
+        found = sorted(name for name, part in self._parameters.gradient_parts().items() if not part.isfinite().all())
+        everyone: list[list[str]] = [[]] * self.plan.mesh.world_size
+        dist.all_gather_object(everyone, found[:1])
+        where = next((f"; rank {rank} has one in the gradient of {names[0]}" for rank, names in enumerate(everyone) if names), "")
+        return f"step {self.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}{where}; nothing was updated"
 
     def _reported(self, doing: str, execution: StepExecution | None = None) -> FailureReport:
         at = ",".join(f"{axis}={self._placement.at[axis]}" for axis in RANK_AXES)

@@ -1,14 +1,19 @@
 """Optimizers on what a rank updates of its flat parameters (runtime.gradients.Chunk): torch's own, fused, one call per step.
 
-OPTIMIZERS has their options with defaults (torch's); `clip` is the largest global gradient norm, None for no clipping.
+OPTIMIZERS has their options with defaults (torch's); `clip` is the largest global gradient norm, None for no clipping. `groups`
+are settings of their own for parameters by name, the first that matches counts:
+
+    {"name": "adamw", "weight_decay": 0.1, "groups": [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0, "lr_scale": 0.5}]}
+
 States are flat buffers of as many elements as the rank updates, so that each parameter has its place in them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -26,13 +31,39 @@ STATES: Mapping[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "sg
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters with names that match one of some shell patterns; a learning rate of `lr_scale` times the others'."""
+
+    match: tuple[str, ...]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is matched."""
+        return any(fnmatchcase(name, pattern) for pattern in self.match)
+
+
+@dataclass(frozen=True)
 class OptimizerOptions:
-    """Checked options: `values` are those of OPTIMIZERS[name]."""
+    """Checked options: `values` are those of OPTIMIZERS[name]. Group 0 is of all that no other matches."""
 
     name: str
     lr: float
     clip: float | None
     values: Mapping[str, Option]
+    groups: tuple[Group, ...] = (Group(("*",)),)
+
+    def group_of(self, name: str) -> int:
+        """Number of a parameter's group."""
+        return next((i for i, group in enumerate(self.groups[1:], 1) if group.has(name)), 0)
+
+    def check_groups(self, names: Collection[str]) -> None:
+        """InputError for a pattern that no parameter's name matches."""
+        for i, group in enumerate(self.groups[1:]):
+            for pattern in group.match:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    example = next(iter(names), "")
+                    raise InputError(f"optimizer.groups[{i}].match: {pattern!r} matches no parameter such as {example}")
 
 
 def read_options(given: Mapping[str, object]) -> OptimizerOptions:
@@ -42,15 +73,29 @@ def read_options(given: Mapping[str, object]) -> OptimizerOptions:
         raise InputError(f"optimizer.name: found {name!r}, expected one of {', '.join(OPTIMIZERS)}")
     values: dict[str, Option] = dict(OPTIMIZERS[name])
     for key, value in given.items():
-        if key == "name":
+        if key in ("name", "groups"):
             continue
         if key not in values:
-            raise InputError(f"optimizer.{key}: unknown option; the options of {name} are {', '.join(values)}")
+            raise InputError(f"optimizer.{key}: unknown option; the options of {name} are {', '.join(values)}, groups")
         values[key] = _betas(value) if key == "betas" else _number(key, value)
     lr, clip = values.pop("lr"), values.pop("clip")
     if not isinstance(lr, float):
         raise InputError(f"optimizer.lr: found {lr!r}, expected a number of 0 or more")
-    return OptimizerOptions(name, lr, clip if isinstance(clip, float) else None, values)
+    groups = (Group(("*",)), *_groups(given.get("groups", ())))
+    return OptimizerOptions(name, lr, clip if isinstance(clip, float) else None, values, groups)
+
+
+def _groups(given: object) -> Iterator[Group]:
+    if not isinstance(given, (list, tuple)):
+        raise InputError(f"optimizer.groups: found {given!r}, expected a list such as [{{'match': '*.bias', 'weight_decay': 0.0}}]")
+    for i, group in enumerate(given):
+        where = f"groups[{i}]"
+        if not isinstance(group, Mapping) or not set(group) <= {"match", "lr_scale", "weight_decay"} or "match" not in group:
+            raise InputError(f"optimizer.{where}: found {group!r}, expected match, and lr_scale or weight_decay")
+        patterns = (group["match"],) if isinstance(group["match"], str) else tuple(group["match"])
+        scale = _number(f"{where}.lr_scale", group.get("lr_scale", 1.0))
+        decay = _number(f"{where}.weight_decay", group["weight_decay"]) if "weight_decay" in group else None
+        yield Group(patterns, 1.0 if scale is None else scale, decay)
 
 
 def _number(key: str, value: object) -> float | None:
@@ -85,7 +130,7 @@ class Optimizer:
         """One update with this learning rate."""
         if self._torch is not None:
             for group in self._torch.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * self.options.groups[group["group"]].lr_scale
             self._torch.step()
 
     def set_num_steps(self, steps: int) -> None:
@@ -102,7 +147,8 @@ class Optimizer:
             return None
         values = [chunk.values.detach().requires_grad_() for chunk in chunks]
         kind = torch.optim.AdamW if self.options.name == "adamw" else torch.optim.SGD
-        built = kind(values, lr=self.options.lr, fused=True, **dict(self.options.values))  # type: ignore[arg-type]
+        groups = [self._settings(i, [v for v, c in zip(values, chunks, strict=True) if c.group == i]) for i in _in_use(chunks)]
+        built = kind(groups, lr=self.options.lr, fused=True, **dict(self.options.values))  # type: ignore[arg-type]
         for value, chunk in zip(values, chunks, strict=True):
             value.grad = chunk.gradients
             built.state[value].update({n: s[chunk.start : chunk.start + len(value)] for n, s in self.states.items()})
@@ -110,3 +156,12 @@ class Optimizer:
                 self._steps.append(torch.zeros((), device=value.device))
                 built.state[value]["step"] = self._steps[-1]
         return built
+
+    def _settings(self, group: int, values: list[Tensor]) -> dict[str, object]:
+        """torch's settings of a group."""
+        decay = self.options.groups[group].weight_decay
+        return {"params": values, "group": group, **({} if decay is None else {"weight_decay": decay})}
+
+
+def _in_use(chunks: Sequence[Chunk]) -> list[int]:
+    return sorted({chunk.group for chunk in chunks})

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
-from meshwright.runtime.engine import Engine
+from meshwright.runtime.engine import Engine, NonFiniteError
 from meshwright.tests import test_engine, test_engine_experts, toy, toy_experts
 from meshwright.tests.ranks import run_ranks
 
 ADAMW, SGD = test_engine.ADAMW, test_engine.SGD
+
+
+@pytest.fixture(autouse=True)
+def leave_process_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 Case = tuple[Mesh, int, str, dict[str, object]]
 
 
@@ -76,3 +89,41 @@ def test_a_rank_holds_what_zero_promises(tmp_path: Path) -> None:
         if zero == 3:  # the embedding is tied; a layer and the next one
             assert peak["parameters"] - now["parameters"] == embedding + 2 * layer
             assert peak["gradients"] - now["gradients"] == embedding + 2 * layer
+
+
+GROUPS = [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"match": "embed.*", "lr_scale": 0.25}]
+
+
+def train_in_groups(plans: list[str]) -> list[object]:
+    """Weights after three steps of each plan; then what a step after a ruinous learning rate says."""
+    found: list[object] = []
+    for plan in plans:
+        engine = Engine(plan, {**ADAMW, "groups": GROUPS})
+        for step in range(3):
+            engine.train_step(toy.batch(8, step))
+        found.append(engine.state_dict())
+    engine.learning_rate = 1e38
+    engine.train_step(toy.batch(8, 3))
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_step(toy.batch(8, 4))
+    return [*found, str(error.value), engine.step]
+
+
+def test_groups_and_non_finite_gradients(tmp_path: Path) -> None:
+    plans = [str(toy.write_plan(tmp_path / str(zero), Mesh(pp=2, dp=2), zero=zero)) for zero in (0, 1, 3)]
+    results = run_ranks(4, train_in_groups, plans)
+    reference = toy.Reference(ADAMW)
+    free = [w for n, w in reference.trained.items() if n.endswith(".bias") or "norm" in n]
+    rest = [w for n, w in reference.trained.items() if n != "embed.weight" and not (n.endswith(".bias") or "norm" in n)]
+    groups = [{"params": rest}, {"params": free, "weight_decay": 0.0}, {"params": [reference.trained["embed.weight"]], "lr": 2.5e-3}]
+    reference.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        reference.train_step(toy.batch(8, step))
+    *weights, message, step = results[0]
+    for found in weights:
+        assert isinstance(found, dict)
+        assert max(test_engine.relative(found[name], w.detach()) for name, w in reference.trained.items()) < 1e-5
+    assert step == 4 and all(other[-2:] == [message, step] for other in results)
+    assert str(message).startswith("step 4: loss nan, gradient norm nan; rank 0 has one in the gradient of "), message
+    with pytest.raises(InputError, match=r"optimizer.groups\[0\].match: 'nothing.\*' matches no parameter"):
+        Engine(toy.write_plan(tmp_path / "plan", Mesh()), {**ADAMW, "groups": [{"match": "nothing.*"}]})
