@@ -68,8 +68,11 @@ class Reference:
     weights: Mapping[str, torch.Tensor]
 
 
-def random_batch(signature: Signature, document: PlanDocument, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A global batch from a seed: random ids; labels are -100 for up to three quarters of a row, and a tenth elsewhere."""
+def random_batch(signature: Signature, document: PlanDocument, seed: int = 0, even: bool = False) -> dict[str, torch.Tensor]:
+    """A global batch from a seed: random ids; labels are -100 for up to three quarters of a row, and a tenth elsewhere.
+
+    `even`: every row has the same number of targets.
+    """
     random = torch.Generator().manual_seed(seed)
     batch = {}
     for spec in signature.inputs:
@@ -81,30 +84,64 @@ def random_batch(signature: Signature, document: PlanDocument, seed: int = 0) ->
         elif getattr(torch, spec.dtype).is_floating_point:
             batch[spec.name] = torch.randn(shape, generator=random, dtype=getattr(torch, spec.dtype))
         else:
-            limit = (signature.vocab_size or CLASSES) if len(shape) > 1 else CLASSES
-            batch[spec.name] = torch.randint(0, limit, shape, generator=random)
+            of_classes = len(shape) == 1 or (spec.name.endswith("labels") and not document.task.endswith("-lm"))
+            batch[spec.name] = torch.randint(0, CLASSES if of_classes else signature.vocab_size or CLASSES, shape, generator=random)
     if "labels" in batch and batch["labels"].ndim == 2:
-        batch["labels"] = with_ignored(batch["labels"], random)
+        batch["labels"] = with_ignored(batch["labels"], random, even)
     return batch
 
 
-def with_ignored(labels: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Labels with -100 for an uneven share of every row; the last of a row stays a target."""
+def with_ignored(labels: torch.Tensor, random: torch.Generator, even: bool) -> torch.Tensor:
+    """Labels with -100 for a share of every row, uneven unless asked; the last of a row stays a target."""
     rows, length = labels.shape
-    start = (torch.arange(rows) * 7 % 4) * length // 4
-    ignored = torch.arange(length)[None, :] < start[:, None]
-    ignored |= torch.rand(rows, length, generator=random) < 0.1
+    if even:
+        order = torch.rand(rows, max(0, length - 2), generator=random).argsort(1)
+        ignored = torch.nn.functional.pad(order < length // 4, (1, 1))[:, -length:]
+    else:
+        start = (torch.arange(rows) * 7 % 4) * length // 4
+        ignored = torch.arange(length)[None, :] < start[:, None]
+        ignored |= torch.rand(rows, length, generator=random) < 0.1
     ignored[:, -1] = False
     return labels.masked_fill(ignored, IGNORED)
 
 
+Chunks = list[list[int]]
+"""Rows of a global batch that go through the model together."""
+
+
+def whole_batch(document: PlanDocument) -> Chunks:
+    """All rows at once."""
+    return [list(range(document.global_batch))]
+
+
+def micro_batches_of_all(document: PlanDocument) -> Chunks:
+    """A micro-batch of every dp rank together: what statistics over the dp ranks see."""
+    own = micro_batches_of_each(document)
+    count = document.num_micro_batches
+    return [[row for d in range(document.mesh.dp) for row in own[d * count + m]] for m in range(count)]
+
+
+def micro_batches_of_each(document: PlanDocument) -> Chunks:
+    """Each dp rank's micro-batches."""
+    size = document.micro_batch
+    return [list(range(at, at + size)) for at in range(0, document.global_batch, size)]
+
+
 def compute_reference(
-    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument, update: Update
+    model: torch.nn.Module,
+    signature: Signature,
+    batch: Mapping[str, torch.Tensor],
+    document: PlanDocument,
+    update: Update,
+    chunks: Chunks,
 ) -> Reference:
-    """Runs the model forward and backward over the batch, then updates it once. Changes the model."""
+    """Runs the model forward and backward over the batch in chunks of rows, then updates it once. Changes the model."""
     evaluation_mode(model)
+    for name, parameter in model.named_parameters():
+        if name in signature.parameters:  # transformers' loading forgets what the model itself has frozen
+            parameter.requires_grad_(signature.parameters[name].trainable)
     with ExactCrossEntropy():
-        loss = accumulate(model, batch, document)
+        loss = accumulate(model, batch, chunks, document)
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     norm = sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
@@ -126,26 +163,26 @@ def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], document: PlanDocument) -> float:
-    """Gradients of the global mean loss, added up over chunks of rows; gives the loss."""
-    rows = rows_at_once(batch, document, model)
-    chunks = [{name: value[at : at + rows] for name, value in batch.items()} for at in range(0, document.global_batch, rows)]
-    counts = [num_targets(chunk, document.task) for chunk in chunks]
+def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], chunks: Chunks, document: PlanDocument) -> float:
+    """Gradients of the mean loss, added up over chunks of rows; gives the loss. The whole batch goes in parts when it is large."""
+    if len(chunks) == 1 and too_large(batch, model):
+        chunks = micro_batches_of_each(document)
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in chunks]
+    counts = [num_targets(part, document.task) for part in parts]
     total = 0.0
-    for chunk, count in zip(chunks, counts, strict=True):
+    for part, count in zip(parts, counts, strict=True):
         if count == 0:
             continue
-        loss = loss_of(model(**chunk)) * (count / sum(counts))
+        loss = loss_of(model(**part)) * (count / sum(counts))
         loss.backward()
         total += float(loss.detach())
     return total
 
 
-def rows_at_once(batch: Mapping[str, torch.Tensor], document: PlanDocument, model: torch.nn.Module) -> int:
-    """All rows when their largest tensor is moderate, else a micro-batch's."""
+def too_large(batch: Mapping[str, torch.Tensor], model: torch.nn.Module) -> bool:
+    """Whether the largest tensor of a forward over all rows would be more than moderate."""
     widest = max((p.shape[0] for p in model.parameters() if p.ndim > 1), default=1)
-    elements = max(value.numel() for value in batch.values()) * widest
-    return document.global_batch if elements <= CHUNK_ELEMENTS else document.micro_batch
+    return max(value.numel() for value in batch.values()) * widest > CHUNK_ELEMENTS
 
 
 def num_targets(chunk: Mapping[str, torch.Tensor], task: str) -> int:
