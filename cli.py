@@ -58,6 +58,8 @@ class Compiled(Protocol):
 
     @property
     def document(self) -> PlanDocument: ...
+    @property
+    def search(self) -> Sequence[str]: ...
     def save(self, directory: Path) -> object: ...
     def summary(self) -> str: ...
 
@@ -93,6 +95,11 @@ class Driver(Protocol):
 def load_driver() -> Driver:
     """The driver, with torch, transformers and the solver: seconds that `show` and `--help` need not wait for."""
     return cast(Driver, import_module("meshwright.driver"))
+
+
+def load_search() -> Driver:
+    """The search of --devices, which makes a plan as the driver does."""
+    return cast(Driver, import_module("meshwright.searching"))
 
 
 PlanDir = Annotated[Path, typer.Argument(metavar="PLAN_DIR", help="the directory that compile wrote")]
@@ -182,10 +189,11 @@ def compile_command(
     check_free(output)
     with _progress() as progress:
         progress("loading torch")
-        plan = load_driver().compile_plan(declaration.model.source, declaration=declaration, progress=progress)
+        planner = load_search() if declaration.devices is not None else load_driver()
+        plan = planner.compile_plan(declaration.model.source, declaration=declaration, progress=progress)
         plan.save(output)
     if as_json:
-        print(json.dumps({"plan": str(output), **_facts(plan.document)}))
+        print(json.dumps({"plan": str(output), **_facts(plan.document), **({"search": plan.search} if plan.search else {})}))
     else:
         print(plan.summary())
         print(f"written to {output}")

@@ -69,12 +69,14 @@ class CompiledPlan:
     """A plan in memory: the document, program texts by file name, and files for model/ by name.
 
     weights  parameters to save beside the plan, when the model was given as a module object and has no other home
+    search   what --devices found, in lines
     """
 
     document: PlanDocument
     programs: Mapping[str, str]
     model_files: Mapping[str, bytes]
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    search: tuple[str, ...] = ()
 
     def save(self, directory: str | Path) -> None:
         """Writes the plan directory, whole or not at all."""
@@ -85,7 +87,7 @@ class CompiledPlan:
 
     def summary(self) -> str:
         """The plan in a few lines."""
-        return summary(self.document)
+        return "\n".join((*self.search, summary(self.document)))
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,11 @@ def compile_plan(
         micro_batch=setting.micro_batch,
         attention=setting.declaration.attention or "sdpa",
     )
-    compiled = plan_captured(captured, setting, tell)
+    return with_weights(plan_captured(captured, setting, tell), captured, model)
+
+
+def with_weights(compiled: CompiledPlan, captured: Captured, model: str | torch.nn.Module) -> CompiledPlan:
+    """The plan with the weights of a model that was given as an object."""
     if not isinstance(model, torch.nn.Module):
         return compiled
     named = dict(model.named_parameters(remove_duplicate=False))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from meshwright.driver import CompiledPlan, compile_plan
+from meshwright.driver import CompiledPlan
 from meshwright.plans.reading import read_declaration
 from meshwright.plans.save import load_checked, load_programs
+from meshwright.searching import compile_plan
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,4 @@ def compile(
     declaration = read_declaration({}, options, "compile")
     source = model if isinstance(model, torch.nn.Module) else str(model)
     compiled = compile_plan(source, example=example, declaration=declaration)
-    return Plan(compiled.document, compiled.programs, compiled.model_files, compiled.weights)
+    return Plan(compiled.document, compiled.programs, compiled.model_files, compiled.weights, compiled.search)

@@ -15,14 +15,11 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "reduce_dtype": ("fp32",),
     "recompute": ("none", "full"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto"),
-    "devices": (),
 }
-"""By key of the plan; () when the key cannot be used at all."""
+"""By key of the plan."""
 
 AVAILABLE_AXES: Mapping[str, int] = {"cp": 1}
 """Largest size of mesh axes that are limited."""
-
-_INSTEAD: Mapping[str, str] = {"devices": "give --mesh instead"}
 
 
 def unavailable(key: str, value: object) -> str | None:
@@ -31,8 +28,6 @@ def unavailable(key: str, value: object) -> str | None:
         return next((_missing_axis(a, value.size(a), n) for a, n in AVAILABLE_AXES.items() if value.size(a) > n), None)
     if key not in AVAILABLE or value is None or value in AVAILABLE[key]:
         return None
-    if not AVAILABLE[key]:
-        return f"not in this version; {_INSTEAD[key]}"
     return f"{value} is not in this version, which has {', '.join(map(str, AVAILABLE[key]))}"
 
 

@@ -50,6 +50,7 @@ class FakePlan:
     document: PlanDocument = field(default_factory=sample_document)
     programs: Mapping[str, str] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)
+    search: tuple[str, ...] = ()
 
     def save(self, directory: Path) -> None:
         save_sample(directory)
@@ -129,7 +130,7 @@ def test_compile_prints_json(driver: FakeDriver, tmp_path: Path, capsys: pytest.
         (["--zero", "4"], "--zero: found 4, expected 0, 1, 2 or 3"),
         (["--precision", "bf16"], "--precision: bf16 is not in this version, which has fp32"),
         (["--recompute", "selective"], "--recompute: selective is not in this version, which has none, full"),
-        (["--devices", "8"], "--devices: not in this version; give --mesh instead"),
+        (["--devices", "0"], "--devices: found 0, expected a whole number of 1 or more"),
         (["--seq", "x"], "--seq: found 'x', expected a whole number of 1 or more: tokens per sequence"),
         (["--seq", "0"], "--seq: found 0, expected a whole number of 1 or more"),
         (["--memory-limit", "lots"], "--memory-limit: found 'lots', expected an amount of memory such as 40GiB"),

@@ -92,7 +92,7 @@ BAD: list[tuple[Edit, str]] = [
     (put("recompute", "auto"), "recompute: auto is not in this version, which has none, full"),
     (put("chunks", 2), "stages: found a list of 2, expected pp * chunks = 2 * 2 = 4 stages"),
     (put("stage_ranks", [0, 0]), "stage_ranks: found 0 0, expected each pp rank 0 to 1 1 times, in the stages' order"),
-    (put("devices", 8), "devices: not in this version; give --mesh instead"),
+    (put("devices", 0), "devices: found 0, expected a whole number of 1 or more"),
     (put("memory_limit", "40 gigs"), "memory_limit: found '40 gigs', expected an amount of memory such as 40GiB"),
     (put("memory_limit", -3), "memory_limit: found -3, expected bytes or an amount such as 40GiB"),
     (put("programs", {"stage_0.py": 1}), "programs.stage_0.py: found 1, expected digests by file name"),
