@@ -40,6 +40,7 @@ class Batches:
     inputs        model input name -> shape of one micro-batch on one rank; dim 0 is not used
     global_batch  sequences in a batch
     mask_token    for masked-lm; the tokenizer's own when None
+    offset        sequences that step 0 starts after: not 0 for a run that goes on with another global batch
     """
 
     tokens: Tokens
@@ -49,6 +50,7 @@ class Batches:
     seed: int
     vocab_size: int | None = None
     mask_token: int | None = None
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -82,9 +84,14 @@ class Batches:
         """Sequences in an epoch."""
         return len(self.tokens.ids) // self.length
 
+    def position(self, step: int) -> int:
+        """Sequences that come before a step's."""
+        return self.offset + step * self.global_batch
+
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The global batch of a step (from 0)."""
-        numbers = range(step * self.global_batch, (step + 1) * self.global_batch)
+        first = self.position(step)
+        numbers = range(first, first + self.global_batch)
         rows = np.stack([self._sequence(number) for number in numbers])
         ids, labels = self._masked(rows, step) if self.task == "masked-lm" else self._plain(rows)
         found = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

@@ -1,7 +1,11 @@
 """The `train` command: data, learning-rate schedule, progress, metrics and checkpoints around `Engine.train_step`.
 
 Steps are counted from 0 over the whole run: `--steps N` ends after step N-1, and a run resumed from a checkpoint of k steps
-does steps k to N-1, on the batches and learning rates that an uninterrupted run would have had.
+does steps k to N-1, on the batches and learning rates that an uninterrupted run would have had; with another global batch it
+goes on behind the last sequence that was seen.
+
+    checkpoints     in a directory, a folder for each; `--keep` of them stay. A run that torchrun restarts (--max-restarts) goes on
+                    from the newest in `--save`, as does `--resume auto`. A damaged one is named, and the one before it taken
 
     learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
                     cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
@@ -13,10 +17,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,12 +36,14 @@ from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_checked
 from meshwright.plans.signature import Signature
+from meshwright.runtime.checkpoint_files import complete
 from meshwright.runtime.engine import Engine
 from meshwright.tokens import TokenSource, open_tokens, prepare
 
 PATIENCE_S = 600.0
 """How long a rank waits for a slow one; a dead one is noticed at once, by its closed connections and by torchrun."""
 LONGEST_PREPARATION = timedelta(hours=24)
+AUTO = Path("auto")
 Shape = Literal["cosine", "constant"]
 
 
@@ -89,9 +96,12 @@ def command(
     warmup: Annotated[int, typer.Option(min=0, help="steps of linear warm-up")] = 0,
     min_lr: Annotated[float | None, typer.Option(help="where cosine ends; a tenth of --lr when not given")] = None,
     schedule: Annotated[Shape, typer.Option(help="of the learning rate")] = "cosine",
-    save: Annotated[Path | None, typer.Option(help="directory for the checkpoint")] = None,
+    save: Annotated[Path | None, typer.Option(help="directory for checkpoints")] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="also save after every N steps")] = None,
-    resume: Annotated[Path | None, typer.Option(help="checkpoint to go on from")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="checkpoints that stay in --save: the newest")] = 2,
+    async_save: Annotated[bool, typer.Option("--async-save", help="write checkpoints while training goes on")] = False,
+    resume: Annotated[Path | None, typer.Option(help="directory of checkpoints to go on from; auto: --save, if there is one")] = None,
+    group: Annotated[list[str] | None, typer.Option(help="PATTERN:weight_decay=0,lr_scale=0.1 for parameters by name")] = None,
     metrics: Annotated[Path | None, typer.Option(help="file for one JSON object per step")] = None,
     log_every: Annotated[int, typer.Option(min=1, help="steps between printed lines")] = 1,
     seed: Annotated[int | None, typer.Option(min=0, help="order of the data; the plan's seed when not given")] = None,
@@ -102,8 +112,7 @@ def command(
         raise InputError(f"--lr {lr}: a learning rate is above 0")
     if save_every and save is None:
         raise InputError("--save-every needs --save DIR, where the checkpoints go")
-    if resume is not None and not resume.is_dir():
-        raise InputError(f"--resume {resume}: no such checkpoint directory")
+    start = where_to_resume(resume, save)
     plan_dir: Path = ctx.obj
     document, signature = load_checked(plan_dir)
     source = TokenSource(data, document.model.source, document.model.kind, signature.vocab_size)
@@ -111,19 +120,68 @@ def command(
     settings: dict[str, object] = {"name": optimizer, "lr": rates.at(0), "weight_decay": weight_decay, "clip": clip or None}
     if optimizer == "adamw":
         settings["betas"] = betas
+    settings["groups"] = [read_group(text) for text in group or ()]
     engine = Engine(plan_dir, optimizer=settings, timeout_s=PATIENCE_S)
-    batches = load_batches(source, document, signature, document.seed if seed is None else seed, mask_token)
-    if resume is not None:
-        engine.load(resume)
+    if start is not None:
+        load_newest(engine, start)
+    data_seed = engine.data.get("seed", document.seed) if seed is None else seed
+    batches = load_batches(source, document, signature, data_seed, mask_token)
+    if "sequences" in engine.data:
+        batches = replace(batches, offset=engine.data["sequences"] - engine.step * document.global_batch)
     records = run_steps(engine, batches, rates, range(engine.step, steps))
-    with reporting(steps, engine.step, metrics, log_every, append=resume is not None) as report:
+    with reporting(steps, engine.step, metrics, log_every, append=start is not None) as report:
         for record in records:
             report(record)
+            engine.data = {"seed": data_seed, "sequences": batches.position(record.step + 1)}
             if save is not None and save_every and (record.step + 1) % save_every == 0 and record.step + 1 < steps:
-                engine.save(save)
+                engine.save(save, keep, wait=not async_save)
     if save is not None:
-        engine.save(save)
+        engine.save(save, keep)
         print(f"saved {save} after step {engine.step}")
+
+
+def read_group(text: str) -> dict[str, object]:
+    """A parameter group from PATTERN:KEY=NUMBER,..."""
+    pattern, _, settings = text.rpartition(":")
+    found: dict[str, object] = {"match": pattern}
+    for setting in settings.split(","):
+        key, _, value = setting.partition("=")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            raise InputError(f"--group {text}: expected PATTERN:weight_decay=NUMBER,lr_scale=NUMBER") from None
+    return found
+
+
+def where_to_resume(resume: Path | None, save: Path | None) -> Path | None:
+    """The directory of checkpoints to go on from, None for a fresh start."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if (restarted or resume == AUTO) and save is not None and complete(save):
+        return save
+    if resume == AUTO:
+        if save is None:
+            raise InputError("--resume auto needs --save DIR, where the checkpoints are")
+        return None
+    if resume is not None and not resume.is_dir():
+        raise InputError(f"--resume {resume}: no such checkpoint directory")
+    return resume
+
+
+def load_newest(engine: Engine, directory: Path) -> None:
+    """Loads the newest checkpoint that is sound; says which are not. InputError when none is."""
+    first: InputError | None = None
+    for folder in reversed(complete(directory) or [directory]):
+        try:
+            engine.load(folder)
+        except InputError as error:
+            first = first or error
+            if dist.get_rank() == 0:
+                print(f"warning: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"going on from {folder}, step {engine.step}")
+        return
+    assert first is not None
+    raise first
 
 
 def load_batches(

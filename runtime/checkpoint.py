@@ -1,143 +1,168 @@
-"""Checkpoints that any plan of the same model can read.
+"""Saving and loading: every rank writes and reads its own portions (runtime.checkpoint_files has the format).
 
-    DIR/checkpoint.json        step, optimizer, and of every tensor shape and pieces: file and ranges of global indices
-    DIR/rank_R.safetensors     what rank R owns: "parameters/NAME", "exp_avg/NAME", ...
-
-The directory appears whole or not at all: ranks write into a sibling directory (which they must all see), which takes
-its name last. A rank of another mesh reads the runs of every piece that it holds (runtime.weights).
+A save in the background copies what the rank stands for, and a thread writes it while training goes on; ranks then meet in the
+files alone: rank 0 writes the index when all parts are there. `wait` ends the last save, and raises on all ranks what went
+wrong on one. A rank of another mesh, or of another ZeRO stage, reads the boxes of every piece that it keeps.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.agreement import together
 from meshwright.runtime.buckets import Arrangement
+from meshwright.runtime.checkpoint_files import Facts, Index, keep_last, new_folder, read_index, write_index, write_part
 from meshwright.runtime.placement import Placement
-from meshwright.runtime.weights import Piece, Ranges, Reader
+from meshwright.runtime.weights import Ranges, Reader, whole
 
-INDEX = "checkpoint.json"
-SCHEMA = 1
 PARAMETERS = "parameters"
+POLL_S = 0.02
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the parts of the others."""
 
 State = Mapping[str, Mapping[str, Tensor]]
-"""This rank's parts by kind ("parameters", "exp_avg") and parameter."""
+"""This rank's portions by kind ("parameters", "exp_avg") and parameter, one-dimensional; of what is frozen all."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a checkpoint knows beside tensors."""
+class Part:
+    """A tensor that a rank writes: `portion` of what `ranges` hold of a tensor of `shape`."""
 
-    step: int
-    optimizer: str | None
+    tensor: Tensor
+    shape: tuple[int, ...]
+    ranges: Ranges
+    portion: tuple[int, int]
+
+    @property
+    def entry(self) -> dict[str, object]:
+        """What the index says of it."""
+        return {"shape": self.shape, "ranges": self.ranges, "portion": self.portion}
 
 
-def save_checkpoint(directory: Path, arrangement: Arrangement, state: State, progress: Progress) -> None:
-    """Writes a checkpoint, in place of an older one. Every rank calls it."""
+class Saver:
+    """Saves of one engine, one at a time. Every rank calls every method alike."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._arrangement = arrangement
+        self._rank = arrangement.placement.rank
+        self._size = arrangement.placement.mesh.world_size
+        self._thread: Thread | None = None
+        self._problem: str | None = None
+
+    def start(
+        self, directory: Path, state: State, unused: Mapping[str, Tensor], facts: Facts, keep: int, copy: bool = True
+    ) -> None:
+        """Begins to save into a new folder of `directory`; without `copy` the state must not change until `wait`. `unused` parameters
+        are rank 0's."""
+        self.wait()
+        target = directory.absolute()
+        made = together(lambda: new_folder(target, facts.step) if self._rank == 0 else None)
+        shared: list[Path | None] = [made]
+        dist.broadcast_object_list(shared, src=0)
+        folder = shared[0]
+        assert folder is not None
+        parts = self._parts(state, copy)
+        for name, tensor in unused.items() if self._rank == 0 else ():
+            shape = tuple(tensor.shape)
+            parts[f"{PARAMETERS}/{name}"] = Part(tensor.reshape(-1).contiguous(), shape, whole(shape), (0, tensor.numel()))
+        self._problem = "the thread that saves ended early"
+        self._thread = Thread(target=self._run, args=(target, folder, parts, facts, keep), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the last save, and raises what went wrong on any rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            together(self._check)
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise InputError(f"rank {self._rank}: the checkpoint was not saved: {self._problem}")
+
+    def _parts(self, state: State, copy: bool) -> dict[str, Part]:
+        """What this rank writes, on the CPU."""
+        placement = self._arrangement.placement
+        found = {}
+        for kind, portions in state.items():
+            for name, tensor in portions.items():
+                parameter = placement.parameters[name]
+                start, stop = self._arrangement.portion(parameter, self._rank)
+                if start < stop and self._arrangement.counts(parameter, self._rank):
+                    there = tensor.detach().cpu()
+                    own = there.clone() if copy or there.numel() < there.untyped_storage().nbytes() // there.element_size() else there
+                    found[f"{kind}/{name}"] = Part(own, parameter.shape, placement.ranges(parameter), (start, stop))
+        return found
+
+    def _run(self, target: Path, folder: Path, parts: Mapping[str, Part], facts: Facts, keep: int) -> None:
+        try:
+            if parts:
+                path = folder / f"rank_{self._rank}.safetensors"
+                save_file({key: part.tensor for key, part in parts.items()}, path)
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            write_part(folder, self._rank, {key: part.entry for key, part in parts.items()})
+            if self._rank == 0:
+                self._await_parts(folder)
+                write_index(folder, self._size, facts)
+                keep_last(target, keep)
+            self._problem = None
+        except (OSError, SafetensorError) as problem:
+            self._problem = str(problem)
+            (folder / f"rank_{self._rank}.failed").touch()
+
+    def _await_parts(self, folder: Path) -> None:
+        end = time.monotonic() + PATIENCE_S
+        missing = set(range(self._size))
+        while missing:
+            missing = {rank for rank in missing if not (folder / f"rank_{rank}.json").is_file()}
+            if failed := next((rank for rank in sorted(missing) if (folder / f"rank_{rank}.failed").exists()), None):
+                raise OSError(f"{folder}: rank {failed} could not write its part")
+            if missing and time.monotonic() > end:
+                raise OSError(f"{folder}: rank {min(missing)} wrote no part in {PATIENCE_S:g} s")
+            time.sleep(POLL_S if missing else 0)
+
+
+def load_checkpoint(directory: Path, arrangement: Arrangement, state: State, optimizer: str | None) -> Facts:
+    """Fills this rank's portions from the newest checkpoint in a directory. Every rank calls it; nothing is changed when it does
+    not fit, or a file of it was changed (each rank checks some)."""
     placement = arrangement.placement
-    target = directory.absolute()
-    work = target.parent / f".{target.name}.saving"
-    together(lambda: _prepare(target, work) if placement.rank == 0 else None)
-    owned = {
-        f"{kind}/{name}": part.detach().contiguous()
-        for kind, parts in state.items()
-        for name, part in parts.items()
-        if part.numel() and arrangement.counts(placement.parameters[name], placement.rank)
-    }
-    file = f"rank_{placement.rank}.safetensors"
-    together(lambda: save_file(owned, work / file) if owned else None)
-    owners = {key: placement.parameters[key.partition("/")[2]] for key in owned}
-    ranges = {key: (placement.ranges(p), arrangement.portion(p, placement.rank)) for key, p in owners.items()}
-    everyone: list[Mapping[str, tuple[Ranges, tuple[int, int]]]] = [{}] * placement.mesh.world_size
-    dist.all_gather_object(everyone, ranges)
-    together(lambda: _finish(target, work, placement, progress, everyone) if placement.rank == 0 else None)
+    index = together(lambda: read_index(directory))
+    together(lambda: _check_fits(index, placement, state, optimizer))
+    names = sorted(index.files)
+    together(lambda: index.check_files(names[placement.rank :: placement.mesh.world_size]))
+    together(lambda: _read_tensors(arrangement, state, index))
+    return index.facts
 
 
-def _prepare(target: Path, work: Path) -> None:
-    if target.exists() and not (target / INDEX).is_file() and not (target.is_dir() and not any(target.iterdir())):
-        raise InputError(f"{target}: found something else, expected a new path or an older checkpoint")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-
-
-def _finish(
-    target: Path, work: Path, placement: Placement, progress: Progress, everyone: list[Mapping[str, tuple[Ranges, tuple[int, int]]]]
-) -> None:
-    tensors: dict[str, dict[str, object]] = {}
-    for rank, ranges in enumerate(everyone):
-        for key, (part, portion) in ranges.items():
-            shape = placement.parameters[key.partition("/")[2]].shape
-            entry = tensors.setdefault(key, {"shape": shape, "pieces": []})
-            pieces = entry["pieces"]
-            assert isinstance(pieces, list)
-            pieces.append({"file": f"rank_{rank}.safetensors", "ranges": part, "portion": portion})
-    index = {"schema": SCHEMA, "step": progress.step, "optimizer": progress.optimizer, "tensors": tensors}
-    (work / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
-    if target.exists():
-        old = target.parent / f".{target.name}.replaced"
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        work.rename(target)
-        shutil.rmtree(old)
-    else:
-        work.rename(target)
-
-
-def load_checkpoint(directory: Path, arrangement: Arrangement, state: State, optimizer: str | None) -> Progress:
-    """Fills this rank's parts from a checkpoint. Every rank calls it; nothing is changed when it does not fit."""
-    progress, pieces = together(lambda: _read_index(directory, arrangement.placement, state, optimizer))
-    together(lambda: _read_tensors(arrangement, state, pieces))
-    return progress
-
-
-def _read_index(
-    directory: Path, placement: Placement, state: State, optimizer: str | None
-) -> tuple[Progress, Mapping[str, list[Piece]]]:
-    path = directory / INDEX
-    if not path.is_file():
-        raise InputError(f"{directory}: is no checkpoint; it has no {INDEX}")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        progress = Progress(int(index["step"]), index["optimizer"])
-        shapes = {str(key): tuple(entry["shape"]) for key, entry in index["tensors"].items()}
-        pieces = {str(key): [_piece(directory, key, p) for p in e["pieces"]] for key, e in index["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: is no index of a checkpoint: {error!r}") from None
-    if len(state) > 1 and progress.optimizer != optimizer:
-        raise InputError(f"{path}: has the state of optimizer {progress.optimizer}, the engine runs {optimizer}")
+def _check_fits(index: Index, placement: Placement, state: State, optimizer: str | None) -> None:
+    if len(state) > 1 and index.facts.optimizer != optimizer:
+        raise InputError(f"{index.folder}: has the state of optimizer {index.facts.optimizer}, the engine runs {optimizer}")
     for key in (f"{kind}/{name}" for kind, parts in state.items() for name in parts):
         kind, _, name = key.partition("/")
-        if key not in pieces:
-            raise InputError(f"{path}: has no {kind} of {name}, so it is of another model")
-        if shapes[key] != placement.parameters[name].shape:
+        if key not in index.pieces:
+            raise InputError(f"{index.folder}: has no {kind} of {name}, so it is of another model")
+        if index.shapes[key] != placement.parameters[name].shape:
             expected = list(placement.parameters[name].shape)
-            raise InputError(f"{path}: {name} has shape {list(shapes[key])}, the model has {expected}")
-    return progress, pieces
+            raise InputError(f"{index.folder}: {name} has shape {list(index.shapes[key])}, the model has {expected}")
 
 
-def _piece(directory: Path, key: str, entry: Mapping[str, object]) -> Piece:
-    ranges = entry["ranges"]
-    assert isinstance(ranges, list)
-    runs = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in ranges)
-    portion = entry["portion"]
-    assert isinstance(portion, list)
-    return Piece(directory / str(entry["file"]), key, runs, (int(portion[0]), int(portion[1])))
-
-
-def _read_tensors(arrangement: Arrangement, state: State, pieces: Mapping[str, list[Piece]]) -> None:
+def _read_tensors(arrangement: Arrangement, state: State, index: Index) -> None:
     placement = arrangement.placement
     with Reader() as reader:
         for kind, parts in state.items():
             for name, part in parts.items():
                 parameter = placement.parameters[name]
                 start, _ = arrangement.portion(parameter, placement.rank) if parameter.trainable else (0, 0)
-                reader.read_portion(part, name, pieces[f"{kind}/{name}"], placement.ranges(parameter), start)
+                reader.read_portion(part, name, index.pieces[f"{kind}/{name}"], placement.ranges(parameter), start)

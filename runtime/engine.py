@@ -29,7 +29,8 @@ from meshwright.runtime.actions import Schedule, split_backwards
 from meshwright.runtime.agreement import FailureReport, together
 from meshwright.runtime.batch import check_batch, flat_inputs
 from meshwright.runtime.buckets import Arrangement
-from meshwright.runtime.checkpoint import PARAMETERS, Progress, State, load_checkpoint, save_checkpoint
+from meshwright.runtime.checkpoint import PARAMETERS, Saver, State, load_checkpoint
+from meshwright.runtime.checkpoint_files import Facts
 from meshwright.runtime.context import Context
 from meshwright.runtime.execution import StepExecution, StepRecord
 from meshwright.runtime.gathering import gather
@@ -61,7 +62,8 @@ class NonFiniteError(ArithmeticError):
 class Engine:
     """A rank of a plan. `optimizer` may be left out when nothing is trained; `device` defaults to this rank's GPU, else
     the CPU. A rank that waits longer than `timeout_s` for another gives up. Without `dropout` nothing is random.
-    `learning_rate` may be set at any time. `peak_in_flight`: the most (stage, micro-batch) pairs that activations were kept for."""
+    `learning_rate` may be set at any time; `data` says where the data goes on, and is saved and loaded. `peak_in_flight`: the most
+    (stage, micro-batch) pairs that activations were kept for."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Engine:
         timeout_s: float = TIMEOUT_S,
         dropout: bool = True,
     ) -> None:
-        directory = Path(plan_dir)
+        self._directory = directory = Path(plan_dir)
         self.plan, self.signature = load_checked(directory)
         options = None if optimizer is None else read_options(optimizer)
         texts = load_programs(directory, self.plan)
@@ -79,6 +81,7 @@ class Engine:
         self._axes = join_processes(self.plan.mesh, self.device, timeout_s)
         self.rank = dist.get_rank()
         self.step = 0
+        self.data: dict[str, int] = {}
         self._placement = place(directory, texts, self.plan, self.signature, self.rank)
         self._tied = tied_groups(self._placement, self._axes, timeout_s)
         layers = frozenset(name for names in self.plan.stage_segments for name in names)
@@ -88,11 +91,12 @@ class Engine:
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
         self._parameters.spread()
-        context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
+        self._context = context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
         context.segments = self._parameters.residency if self._parameters.is_sharded else None
         self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters, timeout_s)
         self._optimizer = None if options is None else self._build_optimizer(options)
         self.learning_rate = 0.0 if options is None else options.lr
+        self._saver = Saver(self._arrangement)
         self._peak_activation_bytes = 0
         self.peak_in_flight = 0
 
@@ -139,28 +143,36 @@ class Engine:
         with self._reported("gathering parameters"):
             found = gather(self._arrangement, self._parameter_parts())
         if self.rank == 0:
-            with Reader() as reader:
-                for name, spec in self.signature.unused.items():
-                    found[name] = torch.empty(spec.shape)
-                    reader.read(found[name], name, self._source.pieces[name], whole(spec.shape))
+            found.update(self._unused())
             found.update({alias: found[name] for alias, name in self.signature.tied.items() if name in found})
         return found
 
-    def save(self, directory: str | Path) -> None:
-        """Writes parameters, optimizer state and step to a checkpoint directory that all ranks see."""
+    def save(self, directory: str | Path, keep: int = 1, wait: bool = True) -> None:
+        """Writes parameters, optimizer state, step and `data` to a new folder in a directory that all ranks see, then removes all
+        but the newest `keep` checkpoints there. Without `wait` it is written while training goes on; the next save and
+        wait_saved wait for it."""
         with self._reported("saving"):
-            save_checkpoint(Path(directory), self._arrangement, self._state(), Progress(self.step, self._optimizer_name))
+            unused = self._unused() if self.rank == 0 else {}
+            self._saver.start(Path(directory), self._state(), unused, self._facts(), keep, copy=not wait)
+            if wait:
+                self._saver.wait()
+
+    def wait_saved(self) -> None:
+        """Waits for a save in the background; InputError when it failed."""
+        with self._reported("saving"):
+            self._saver.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Goes on from a checkpoint, of any plan of the same model."""
+        """Goes on from the newest checkpoint in a directory, of any plan of the same model."""
         with self._reported("loading"):
-            progress = load_checkpoint(Path(directory), self._arrangement, self._state(), self._optimizer_name)
+            facts = load_checkpoint(Path(directory), self._arrangement, self._state(), self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)
-        self.step = progress.step
+        self.step, self.data = facts.step, dict(facts.data)
+        self._context.plan_seed = facts.seed
         if self._optimizer is not None:
-            self._optimizer.set_num_steps(progress.step)
+            self._optimizer.set_num_steps(facts.step)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer and activations."""
@@ -183,6 +195,29 @@ class Engine:
     @property
     def _optimizer_name(self) -> str | None:
         return self._optimizer.options.name if self._optimizer else None
+
+    def _unused(self) -> dict[str, Tensor]:
+        """Parameters that the loss does not depend on, as they came."""
+        found = {}
+        with Reader() as reader:
+            for name, spec in self.signature.unused.items():
+                found[name] = torch.empty(spec.shape)
+                reader.read(found[name], name, self._source.pieces[name], whole(spec.shape))
+        return found
+
+    def _facts(self) -> Facts:
+        config = self._directory / "model" / "config.json"
+        model = self.plan.model
+        return Facts(
+            step=self.step,
+            optimizer=self._optimizer_name,
+            seed=self._context.plan_seed,
+            data=self.data,
+            source=model.source,
+            kind=model.kind,
+            config=config.read_text(encoding="utf-8") if config.is_file() else "",
+            tied=self.signature.tied,
+        )
 
     def _state(self) -> State:
         states = self._optimizer.states if self._optimizer else {}
