@@ -1,4 +1,4 @@
-"""The command line: `meshwright compile | show | explain | diff | check`.
+"""The command line: `meshwright compile | show | explain | profile | diff | check`.
 
 Exit status: 0 done; 1 ran and found a difference or a failed check; 2 bad input. An error is one line on stderr that
 starts with `error:` (after its traceback, with --debug). Results go to stdout, progress to stderr and only to a terminal.
@@ -83,6 +83,12 @@ class Explain(Protocol):
     def explain_plan(self, plan_dir: Path, name: str, progress: Callable[[str], None]) -> Reasons: ...
 
 
+class Profiling(Protocol):
+    """The part of meshwright.profiling that commands call."""
+
+    def profile(self, output: Path, ranks: int, progress: Callable[[str], None]) -> Mapping[str, object]: ...
+
+
 class Driver(Protocol):
     """The part of meshwright.driver that commands call."""
 
@@ -100,6 +106,17 @@ def load_driver() -> Driver:
 def load_search() -> Driver:
     """The search of --devices, which makes a plan as the driver does."""
     return cast(Driver, import_module("meshwright.searching"))
+
+
+class Exporter(Protocol):
+    """What meshwright.export has."""
+
+    def export(self, checkpoint: Path, target: Path) -> int: ...
+
+
+def load_export() -> Exporter:
+    """The export, with torch."""
+    return cast(Exporter, import_module("meshwright.export"))
 
 
 PlanDir = Annotated[Path, typer.Argument(metavar="PLAN_DIR", help="the directory that compile wrote")]
@@ -245,6 +262,21 @@ def explain_command(
     print(json.dumps({"plan": str(plan_dir), **found.facts()}) if as_json else "\n".join(found.lines()))
 
 
+@app.command("profile")
+def profile_command(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="where the hardware file goes")],
+    ranks: Annotated[int, typer.Option(min=1, help="ranks to measure collectives on; torchrun's own where it started this")] = 2,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine: matmuls, memory, overhead of an op, collectives; writes a file for --hardware."""
+    with _progress() as progress:
+        progress("loading torch")
+        data = cast(Profiling, import_module("meshwright.profiling")).profile(output, ranks, progress)
+    if data:
+        print(json.dumps(data) if as_json else f"written to {output}")
+
+
 @app.command("diff")
 def diff_command(
     plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A", help="the old plan's directory")],
@@ -289,6 +321,19 @@ def check_command(
     print(f"{plan_dir}: plan, {len(document.programs)} programs and digests are in order; no rank can wait for ever")
     for lines in found.values():
         print("\n".join(lines))
+
+
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT_DIR", help="what train --save or Engine.save wrote")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="HF_DIR", help="where the model goes")],
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a directory that transformers loads."""
+    with _progress() as progress:
+        progress("putting tensors together")
+        parameters = load_export().export(checkpoint, output)
+    print(f"{output}: {parameters:,} parameters of {checkpoint}")
 
 
 def _number(text: str | None) -> int | str | None:

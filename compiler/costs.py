@@ -14,7 +14,9 @@ Sources
     [N]   nccl-tests, doc/PERFORMANCE.md: the same bandwidth terms
 
 Each `..._s` without an algorithm in its name is the cheapest of the algorithms that NCCL and MPICH choose between for the
-arrays of training; one rank costs nothing. No two groups share a wire: hardware.link_for gives each rank its own port.
+arrays of training; one rank costs nothing. Where a link has measurements of a collective on some number of ranks, that number
+takes what was measured, and others as much more or less as the formula says. No two groups share a wire: hardware.link_for gives
+each rank its own port.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def all_reduce_tree_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank gets the sum of all ranks' arrays."""
-    return cheapest((all_reduce_ring_s, all_reduce_halving_doubling_s, all_reduce_tree_s), num_bytes, ranks, link)
+    return cheapest("all-reduce", (all_reduce_ring_s, all_reduce_halving_doubling_s, all_reduce_tree_s), num_bytes, ranks, link)
 
 
 def all_gather_ring_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -83,7 +85,7 @@ def all_gather_bruck_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 def all_gather_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank gets the whole array, of which each had a slice."""
-    return cheapest((all_gather_ring_s, all_gather_bruck_s), num_bytes, ranks, link)
+    return cheapest("all-gather", (all_gather_ring_s, all_gather_bruck_s), num_bytes, ranks, link)
 
 
 def reduce_scatter_ring_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -106,7 +108,7 @@ def reduce_scatter_halving_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 def reduce_scatter_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank gets its slice of the sum of all ranks' arrays."""
-    return cheapest((reduce_scatter_ring_s, reduce_scatter_halving_s), num_bytes, ranks, link)
+    return cheapest("reduce-scatter", (reduce_scatter_ring_s, reduce_scatter_halving_s), num_bytes, ranks, link)
 
 
 def all_to_all_pairwise_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -121,7 +123,7 @@ def all_to_all_bruck_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 def all_to_all_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank sends each other rank its part of an array of n bytes, own part included."""
-    return cheapest((all_to_all_pairwise_s, all_to_all_bruck_s), num_bytes, ranks, link)
+    return cheapest("all-to-all", (all_to_all_pairwise_s, all_to_all_bruck_s), num_bytes, ranks, link)
 
 
 def broadcast_binomial_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -137,16 +139,21 @@ def broadcast_scatter_gather_s(num_bytes: float, ranks: int, link: Link) -> floa
 
 def broadcast_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank gets one rank's array."""
-    return cheapest((broadcast_binomial_s, broadcast_scatter_gather_s), num_bytes, ranks, link)
+    return cheapest("broadcast", (broadcast_binomial_s, broadcast_scatter_gather_s), num_bytes, ranks, link)
 
 
-def cheapest(algorithms: tuple[Cost, ...], num_bytes: float, ranks: int, link: Link) -> float:
-    """The least cost; ValueError for arguments that mean nothing."""
+def cheapest(collective: str, algorithms: tuple[Cost, ...], num_bytes: float, ranks: int, link: Link) -> float:
+    """The least cost, in proportion to what was measured on the link; ValueError for arguments that mean nothing."""
     if ranks < 1 or num_bytes < 0:
         raise ValueError(f"a collective of {num_bytes} bytes on {ranks} ranks; expected 0 bytes or more on 1 rank or more")
     if ranks == 1:
         return 0.0
-    return min(algorithm(num_bytes, ranks, link) for algorithm in algorithms)
+    modelled = min(algorithm(num_bytes, ranks, link) for algorithm in algorithms)
+    measured = link.seconds(collective, num_bytes)
+    if measured is None or ranks == link.measured_ranks:
+        return modelled if measured is None else measured
+    reference = min(algorithm(num_bytes, link.measured_ranks, link) for algorithm in algorithms)
+    return modelled * measured / reference if reference else measured
 
 
 def is_power_of_two(ranks: int) -> bool:

@@ -179,4 +179,4 @@ def roofline_s(cost: tuple[float, float], dtype: str, hardware: Hardware) -> flo
     if not flops and not moved:
         return 0.0
     device = hardware.device
-    return max(flops / device.flops_per_s(dtype), moved / device.memory_bytes_per_s) + device.op_overhead_s
+    return max(device.matmul_s(flops, dtype), device.memory_s(moved)) + device.op_overhead_s

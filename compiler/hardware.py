@@ -6,10 +6,15 @@ A hardware file is YAML; those that ship are compiler/hardware/NAME.yaml:
     memory_bytes             of one device
     bandwidth_bytes_per_s    of the device's memory
     peak_flops               floating-point operations per second by dtype; a dtype that is not listed runs as float32
-    efficiency               shares of the peaks that real programs reach: {matmul, memory}
+    efficiency               shares of the peaks that real programs reach: {matmul, memory}; and, where they were measured, curves
+                             {matmul_by_flops, memory_by_bytes}: lists of [size of an op, share], read between sizes on a log scale
     op_overhead_s            seconds that an op takes however small it is
     levels                   links, innermost first: {name, ranks, latency_s, bandwidth_bytes_per_s, overlaps}. A level joins `ranks`
-                             consecutive ranks (a node); the last one joins all (null). Bandwidth is one device's, one way
+                             consecutive ranks (a node); the last one joins all (null). Bandwidth is one device's, one way. Where they
+                             were measured, {measured_ranks, collectives}: by name (all-reduce, all-gather, reduce-scatter,
+                             all-to-all), lists of [bytes, seconds] on so many ranks; other numbers of ranks are scaled by formula
+
+`meshwright profile` writes such a file of the machine that it runs on.
 
 Ranks fill nodes in order (tp fastest, pp slowest: plans.mesh). A group that leaves its node is as fast as its slowest crossing:
 a ring through k members of each node crosses on their k network ports, and never outruns the links inside the node.
@@ -17,11 +22,12 @@ a ring through k members of each node crosses on their k network ports, and neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
-from math import inf, prod
+from math import inf, log, prod
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +45,26 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Point = tuple[Positive, Positive]
+Curve = Annotated[tuple[Point, ...], Field(strict=False)]
+
+
+def read_curve(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """The value at a size: between points on a log scale of sizes, that of the nearest end beyond them."""
+    place = bisect_left(curve, size, key=lambda point: point[0])
+    if place == 0 or place == len(curve):
+        return curve[min(place, len(curve) - 1)][1]
+    (left, low), (right, high) = curve[place - 1 : place + 1]
+    return low + (high - low) * log(size / left) / log(right / left)
+
+
+def read_seconds(curve: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds for an amount: linear between points, constant below the first, along the last two beyond the last."""
+    if num_bytes <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    place = min(bisect_left(curve, num_bytes, key=lambda point: point[0]), len(curve) - 1)
+    (left, low), (right, high) = curve[place - 1 : place + 1]
+    return low + (high - low) * (num_bytes - left) / (right - left)
 
 
 @dataclass(frozen=True)
@@ -48,6 +74,7 @@ class Link:
     memory_bytes_per_s   the devices' memory, for what a rank does alone: slicing and padding
     overlaps             whether collectives run beside matmuls; not where the same cores do both
     reduce_bytes_per_s   adding what arrives; infinite where that overlaps with the transfer, as in NCCL
+    measured             (collective, [bytes, seconds] points) on `measured_ranks` ranks
     """
 
     latency_s: float
@@ -56,14 +83,23 @@ class Link:
     reduce_bytes_per_s: float = inf
     overlaps: bool = True
     name: str = ""
+    measured: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
+    measured_ranks: int = 2
+
+    def seconds(self, collective: str, num_bytes: float) -> float | None:
+        """What a collective was measured to take on `measured_ranks` ranks; None where it was not."""
+        curve = next((points for name, points in self.measured if name == collective), None)
+        return read_seconds(curve, num_bytes) if curve else None
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class Efficiency:
-    """Shares of the peaks that are reached."""
+    """Shares of the peaks that are reached; the curves go from small ops to large ones. (Caches may outrun memory.)"""
 
     matmul: Share
     memory: Share
+    matmul_by_flops: Curve = ()
+    memory_by_bytes: Curve = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +117,18 @@ class Device:
         """Reached floating-point operations per second of matmuls in `dtype` ("bfloat16")."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"]) * self.efficiency.matmul
 
+    def matmul_s(self, flops: float, dtype: str) -> float:
+        """Seconds of a matmul of so many operations, by the measured curve where there is one."""
+        curve = self.efficiency.matmul_by_flops
+        share = read_curve(curve, flops) if curve and flops else self.efficiency.matmul
+        return flops / (self.peak_flops.get(dtype, self.peak_flops["float32"]) * share)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds of reading and writing so many bytes in one op, by the measured curve where there is one."""
+        curve = self.efficiency.memory_by_bytes
+        share = read_curve(curve, num_bytes) if curve and num_bytes else self.efficiency.memory
+        return num_bytes / (self.bandwidth_bytes_per_s * share)
+
     @property
     def memory_bytes_per_s(self) -> float:
         """Reached bytes per second, reads and writes together."""
@@ -96,6 +144,8 @@ class Level:
     latency_s: NonNegative
     bandwidth_bytes_per_s: Positive
     overlaps: bool = True
+    measured_ranks: Annotated[int, Field(ge=2)] = 2
+    collectives: Mapping[str, Annotated[Curve, Field(min_length=1)]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,7 +180,15 @@ class Hardware:
         if inner is not None and inner.ranks is not None and axis != "pp":
             members = min(size, max(1, inner.ranks // stride))
             bandwidth = min(bandwidth * members, max(bandwidth, inner.bandwidth_bytes_per_s))
-        return Link(level.latency_s, bandwidth, self.device.memory_bytes_per_s, overlaps=level.overlaps, name=level.name)
+        return Link(
+            level.latency_s,
+            bandwidth,
+            self.device.memory_bytes_per_s,
+            overlaps=level.overlaps,
+            name=level.name,
+            measured=tuple(level.collectives.items()),
+            measured_ranks=level.measured_ranks,
+        )
 
 
 class HardwareFile(BaseModel):
@@ -155,7 +213,17 @@ class HardwareFile(BaseModel):
         for inner, outer in pairwise(self.levels):
             if inner.ranks is None or (outer.ranks is not None and outer.ranks <= inner.ranks):
                 raise ValueError(f"levels go from the smallest to the largest: {inner.name} comes before {outer.name}")
+        for name, curve in self.curves():
+            if any(left[0] >= right[0] for left, right in pairwise(curve)):
+                raise ValueError(f"{name}: sizes must grow from point to point")
         return self
+
+    def curves(self) -> Iterator[tuple[str, Sequence[tuple[float, float]]]]:
+        """Every measured curve, with where it is."""
+        yield "efficiency.matmul_by_flops", self.efficiency.matmul_by_flops
+        yield "efficiency.memory_by_bytes", self.efficiency.memory_by_bytes
+        for number, level in enumerate(self.levels):
+            yield from ((f"levels[{number}].collectives.{name}", curve) for name, curve in level.collectives.items())
 
     def hardware(self) -> Hardware:
         """The same as values."""

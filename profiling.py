@@ -1,0 +1,290 @@
+"""Measures this machine and writes a hardware file (compiler.hardware has its keys): `meshwright profile -o hardware.yaml`.
+
+    matmul        linear layers of growing size by dtype: peak_flops is the best rate, matmul_by_flops the share by size
+    memory        additions of growing size: bandwidth_bytes_per_s is that of the largest, memory_by_bytes the share by size
+    overhead      forward and backward of many additions of four numbers
+    collectives   all-reduce, all-gather, reduce-scatter, all-to-all and messages by size, through the runtime's own axes, on all ranks
+                  of this job; without torchrun the command starts ranks of its own (gloo, or NCCL where every rank has a GPU)
+
+Other work on the machine only adds time. So a time of computing is the least of its runs, in CPU time on a CPU; that of a collective
+is the lower quartile, and no smaller message takes longer than a larger one. A CPU has one thread per rank, as torchrun sets it.
+Memory of a machine is shared among its ranks.
+
+    python -m meshwright.profiling OUT SECONDS     one rank of the second part (torchrun sets its variables)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from meshwright.compiler.hardware import read_hardware
+from meshwright.plans.errors import InputError
+from meshwright.plans.mesh import Mesh
+from meshwright.runtime.axes import Axis, build_axes
+from meshwright.runtime.launch import choose_device
+
+Points = list[list[float]]
+Progress = Callable[[str], None]
+
+BUDGET_S = 0.25
+"""Seconds that one size is measured for."""
+LEAST_RUNS = 5
+PATIENCE_S = 600
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+MATMUL_SIZES = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+MEMORY_SIZES = {"cpu": tuple(1 << n for n in range(10, 25, 2)), "cuda": tuple(1 << n for n in range(12, 29, 2))}
+MESSAGE_SIZES = tuple(1 << n for n in range(10, 25, 2))
+CHAIN = 100
+
+
+def profile(output: Path, ranks: int, progress: Progress) -> dict[str, object]:
+    """Measures and writes; the file's data. Under torchrun every rank calls it and rank 0 writes. InputError for a bad place."""
+    if output.is_dir() or not output.parent.is_dir():
+        raise InputError(f"-o: {output} cannot be written; give the path of a file in a directory that exists")
+    under_torchrun = "WORLD_SIZE" in os.environ
+    if under_torchrun:
+        ranks = int(os.environ["WORLD_SIZE"])
+        found = measure_collectives(progress, BUDGET_S) if ranks > 1 else None
+        if int(os.environ.get("RANK", "0")):
+            return {}
+    else:
+        found = start_ranks(ranks, progress) if ranks > 1 else None
+    data = {**measure_device(ranks, progress), "levels": [level(found, ranks)]}
+    read_hardware(data, "profile")
+    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=130)
+    partial = output.with_name(output.name + ".partial")
+    partial.write_text(f"# Measured by meshwright profile, {ranks} ranks, torch {torch.__version__}, one thread per rank.\n{text}", "utf-8")
+    partial.replace(output)
+    return data
+
+
+def level(found: dict[str, Points] | None, ranks: int) -> dict[str, object]:
+    """The link that all ranks talk over. One rank has nobody to talk to: its figures are those of memory."""
+    device = choose_device(None).type
+    if found is None:
+        return {"name": "none", "ranks": None, "latency_s": 0.0, "bandwidth_bytes_per_s": 1e9, "overlaps": device == "cuda"}
+    messages = found.pop("message")
+    (small, latency), (large, longest) = messages[0], messages[-1]
+    return {
+        "name": "measured",
+        "ranks": None,
+        "latency_s": rounded(latency),
+        "bandwidth_bytes_per_s": rounded((large - small) / max(longest - latency, 1e-9)),
+        "overlaps": device == "cuda",
+        "measured_ranks": ranks,
+        "collectives": found,
+    }
+
+
+def rounded(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def measure_device(ranks: int, progress: Progress) -> dict[str, object]:
+    """The keys of a hardware file about one device."""
+    device = choose_device(None)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    peaks, curve = {}, [[1.0, 1.0]]
+    for dtype in DTYPES[device.type]:
+        name = str(dtype).removeprefix("torch.")
+        progress(f"matmul, {name}")
+        rates = matmul_rates(device, dtype)
+        peaks[name] = rounded(max(rate for _, rate in rates))
+        if dtype == torch.float32:
+            curve = [[flops, rounded(rate / peaks[name])] for flops, rate in rates]
+    progress("memory")
+    moved = memory_rates(device)
+    bandwidth = moved[-1][1]
+    return {
+        "name": device_name(device),
+        "memory_bytes": memory_bytes(device) // (ranks if device.type == "cpu" else 1),
+        "bandwidth_bytes_per_s": rounded(bandwidth),
+        "peak_flops": peaks,
+        "efficiency": {
+            "matmul": curve[-1][1],
+            "memory": 1.0,
+            "matmul_by_flops": curve,
+            "memory_by_bytes": [[size, rounded(rate / bandwidth)] for size, rate in moved],
+        },
+        "op_overhead_s": rounded(op_overhead_s(device)),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """What plans call it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    return "this-cpu"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fastest_s(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of one run, the least of many; `repeats` runs are timed together."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    run()
+    synchronize(device)
+    best, end, count = float("inf"), time.perf_counter() + BUDGET_S, 0
+    while time.perf_counter() < end or count < LEAST_RUNS:
+        start = clock()
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+        best = min(best, (clock() - start) / repeats)
+        count += 1
+    return best
+
+
+def matmul_rates(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """(operations, operations per second) of linear layers."""
+    found = []
+    for size in MATMUL_SIZES[device.type]:
+        x = torch.randn(size, size, device=device, dtype=dtype)
+        weight = torch.randn(size, size, device=device, dtype=dtype)
+        seconds = fastest_s(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), device)  # type: ignore[misc]
+        found.append((2.0 * size**3, 2.0 * size**3 / seconds))
+    return found
+
+
+def memory_rates(device: torch.device) -> list[tuple[float, float]]:
+    """(bytes read and written, bytes per second) of additions of two arrays into a third."""
+    found = []
+    for count in MEMORY_SIZES[device.type]:
+        x, y, out = (torch.ones(count, device=device) for _ in range(3))
+        seconds = fastest_s(lambda x=x, y=y, out=out: torch.add(x, y, out=out), device)  # type: ignore[misc]
+        found.append((12.0 * count, 12.0 * count / seconds))
+    return found
+
+
+def op_overhead_s(device: torch.device) -> float:
+    """Seconds of an op that computes next to nothing, the mean of forward and backward."""
+    x = torch.zeros(4, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(CHAIN):
+            y = y + x
+        y.sum().backward()
+
+    return fastest_s(chain, device) / (2 * CHAIN)
+
+
+def start_ranks(ranks: int, progress: Progress) -> dict[str, Points]:
+    """Collectives measured by ranks of their own on this machine."""
+    progress(f"collectives on {ranks} ranks")
+    with tempfile.TemporaryDirectory(prefix="meshwright-profile-") as folder:
+        out = Path(folder) / "collectives.json"
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launch += ["-m", "meshwright.profiling", str(out), str(BUDGET_S)]
+        done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        if done.returncode or not out.is_file():
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise InputError(f"profile: {ranks} ranks could not measure collectives: {last}")
+        found: dict[str, Points] = json.loads(out.read_text())
+    return found
+
+
+def measure_collectives(progress: Progress, budget_s: float) -> dict[str, Points]:
+    """[bytes, seconds] by collective, on all ranks of this job; the same everywhere."""
+    device = choose_device(None)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=PATIENCE_S))
+    ranks = dist.get_world_size()
+    axis = build_axes(Mesh(tp=ranks), dist.get_rank())["tp"]
+    found: dict[str, Points] = {}
+    for name, run in runs(axis).items():
+        progress(name)
+        found[name] = growing([[float(size), together_s(run, size, axis, device, budget_s)] for size in MESSAGE_SIZES])
+    return found
+
+
+def growing(points: Points) -> Points:
+    """No size takes longer than a larger one."""
+    least = float("inf")
+    found = []
+    for size, seconds in reversed(points):
+        least = min(least, seconds)
+        found.append([size, least])
+    return found[::-1]
+
+
+def runs(axis: Axis) -> dict[str, Callable[[torch.Tensor], object]]:
+    """What is measured, on an array of as many bytes as compiler.costs counts."""
+    ranks = axis.size
+    return {
+        "all-reduce": axis.all_reduce,
+        "all-gather": lambda x: axis.all_gather(x[: len(x) // ranks], 0),
+        "reduce-scatter": lambda x: axis.reduce_scatter(x, 0),
+        "all-to-all": lambda x: axis.all_to_all(x.view(ranks, -1), 1, 0),
+        "message": lambda x: message(x, axis.index),
+    }
+
+
+def message(x: torch.Tensor, index: int) -> None:
+    """From rank 0 to rank 1 and back: two messages."""
+    if index == 0:
+        dist.send(x, 1)
+        dist.recv(x, 1)
+    elif index == 1:
+        dist.recv(x, 0)
+        dist.send(x, 0)
+
+
+def together_s(run: Callable[[torch.Tensor], object], size: int, axis: Axis, device: torch.device, budget_s: float) -> float:
+    """Seconds of one run on all ranks: the slowest rank's, lower quartile over runs."""
+    x = torch.ones(size // 4 // axis.size * axis.size, device=device)
+    times = []
+    count = torch.ones(())
+    for _ in range(LEAST_RUNS):
+        run(x)
+    while float(count) > 0:
+        dist.barrier()
+        start = time.perf_counter()
+        run(x)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+        count = torch.tensor(float(sum(times) < budget_s), device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    slowest = torch.tensor(times, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    seconds = float(slowest.sort().values[len(times) // 4])
+    return rounded(seconds)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One rank: measures collectives, each size for so many seconds; rank 0 writes them. Arguments: file, seconds."""
+    found = measure_collectives(lambda text: None, float(arguments[1]))
+    found["message"] = [[size, rounded(seconds / 2)] for size, seconds in found["message"]]
+    if dist.get_rank() == 0:
+        Path(arguments[0]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
