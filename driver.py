@@ -38,7 +38,7 @@ from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
-from meshwright.passes.choose_schedule import DEFAULT, Pipeline, ScheduleChoice, choose_schedule
+from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
@@ -55,7 +55,7 @@ from meshwright.plans.signature import Signature
 from meshwright.runtime.actions import Schedule
 from meshwright.runtime.dryrun import DryReport, dry_run
 from meshwright.runtime.program import load_program as load_stage
-from meshwright.runtime.schedules import plan_schedule
+from meshwright.runtime.schedules import plan_schedule, read_actions
 from meshwright.runtime.soundness import check_schedule
 
 Progress = Callable[[str], None]
@@ -264,6 +264,7 @@ def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
             setting.hardware.link_for("pp", setting.mesh),
             declared.zero or 0,
             setting.hardware.link_for("dp", setting.mesh),
+            read_actions(declared.actions) if declared.actions is not None else None,
         ),
     )
     if declared.stage_ranks not in (None, choice.stage_ranks):
@@ -306,6 +307,7 @@ def write_document(
         "schedule": choice.name,
         "chunks": choice.chunks,
         "stage_ranks": list(choice.stage_ranks) if choice.chunks > 1 else None,
+        "actions": [" ".join(map(str, actions)) for actions in choice.stages.order] if choice.name == SYNTHESISED else None,
         "sequence_parallel": declared.sequence_parallel or "auto",
         "stages": [
             {

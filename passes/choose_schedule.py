@@ -1,7 +1,8 @@
 """Choose the pipeline schedule, and the stages with it: least simulated step time within memory. Numbers in, numbers out.
 
     a name        the stages that passes.choose_stages finds for it
-    auto          the best of all named schedules that keep the model's results (PipeDream-2BW is stale, so it is never chosen)
+    synthesised   the best named schedule's stages with an order of their own (passes.synthesise); with `actions`, that order
+    auto          the best of all these that keep the model's results (PipeDream-2BW is stale, so it is never chosen)
 
 Of schedules that take equally long the one whose fullest rank keeps least is taken, then the simplest (the order of runtime.orders).
 """
@@ -9,18 +10,22 @@ Of schedules that take equally long the one whose fullest rank keeps least is ta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
-from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages
-from meshwright.passes.simulate import ASYNCHRONOUS, default_chunks
+from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages, priced
+from meshwright.passes.simulate import ASYNCHRONOUS, default_chunks, stage_in_flight
+from meshwright.passes.synthesise import Problem, synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
-from meshwright.runtime.actions import StageRanks, stage_ranks
+from meshwright.runtime.actions import Schedule, StageRanks, stage_ranks
 from meshwright.runtime.orders import SCHEDULES
 
 DEFAULT = "1f1b"
 AUTO = "auto"
+SYNTHESISED = "synthesised"
+MOST_ACTIONS = 1000
+"""Forwards and backwards of a step up to which `auto` tries to synthesise."""
 SAME = 1e-6
 """Relative difference of step times that does not count."""
 
@@ -34,6 +39,7 @@ class Pipeline:
     link      joins neighbours along pp; None: transfers take no time
     zero      ZeRO stage
     dp_link   joins the ranks that sum gradients; None: that takes no time
+    actions   the order of a synthesised schedule that a plan has
     """
 
     mesh: Mesh
@@ -45,6 +51,7 @@ class Pipeline:
     link: Link | None = None
     zero: int = 0
     dp_link: Link | None = None
+    actions: Schedule | None = None
 
 
 @dataclass(frozen=True)
@@ -71,17 +78,68 @@ class ScheduleChoice:
 
 def choose_schedule(segments: Sequence[SegmentCost], pipeline: Pipeline) -> ScheduleChoice:
     """The best schedule of those that are asked for. InputError when none can be had."""
-    if pipeline.schedule != AUTO:
+    if pipeline.actions is not None:
+        return given(segments, pipeline, pipeline.actions)
+    if pipeline.schedule not in (AUTO, SYNTHESISED):
         return named(segments, pipeline, pipeline.schedule)
     if pipeline.mesh.pp == 1 and pipeline.chunks in (None, 1):
         return named(segments, pipeline, DEFAULT)
-    return best_named(segments, pipeline)
+    best = best_named(segments, pipeline)
+    if pipeline.schedule == AUTO and 2 * pipeline.micro_batches * len(best.stage_ranks) > MOST_ACTIONS:
+        return best
+    own = synthesised(segments, pipeline, best)
+    return own if pipeline.schedule == SYNTHESISED or own.stages.step_s < best.stages.step_s * (1 - SAME) else best
+
+
+def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule) -> ScheduleChoice:
+    """The order of a plan. InputError when it is not of this mesh, batch or schedule."""
+    if pipeline.schedule != SYNTHESISED:
+        raise InputError(f"actions: are those of schedule {SYNTHESISED}, found {pipeline.schedule}; leave actions out")
+    micro_batches = 1 + max((a.micro_batch for row in actions for a in row), default=-1)
+    try:
+        chunks, left = divmod(len(stage_ranks(actions)), len(actions))
+    except ValueError as error:
+        raise InputError(f"actions: {error}") from None
+    if (len(actions), micro_batches, left) != (pipeline.mesh.pp, pipeline.micro_batches, 0) or pipeline.chunks not in (None, chunks):
+        raise InputError(
+            f"actions: are for pp={len(actions)} and {micro_batches} micro-batches, "
+            f"expected pp={pipeline.mesh.pp} and {pipeline.micro_batches}; leave actions out to have them synthesised"
+        )
+    return ScheduleChoice(SYNTHESISED, chunks, stages_for(segments, pipeline, DEFAULT, chunks, actions))
+
+
+def synthesised(segments: Sequence[SegmentCost], pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
+    """An order for the stages of the best named schedule, which it starts from."""
+    kept = {s.name: s.activation_bytes for s in segments}
+    stages, ranks = best.stages.stages, best.stage_ranks
+    per_micro_batch = tuple(sum(kept[name] for name in s.segments) for s in stages)
+    room = None
+    if pipeline.memory_limit is not None:
+        lasting = [s.memory.total - s.memory.activations for s in stages]
+        taken = [sum(size for size, at in zip(lasting, ranks, strict=True) if at == rank) for rank in range(pipeline.mesh.pp)]
+        room = tuple(pipeline.memory_limit - size for size in taken)
+    order = synthesise(Problem(best.stages.order, best.stages.times, per_micro_batch, room))
+    in_flight = stage_in_flight(order)
+    held = tuple(
+        replace(s, memory=s.memory.model_copy(update={"activations": count * size}))
+        for s, count, size in zip(stages, in_flight, per_micro_batch, strict=True)
+    )
+    found = priced(held, order, best.stages.times)
+    end_s = best.stages.end_s
+    return ScheduleChoice(SYNTHESISED, best.chunks, replace(found, step_s=found.step_s + end_s, end_s=end_s))
 
 
 def named(segments: Sequence[SegmentCost], pipeline: Pipeline, name: str) -> ScheduleChoice:
     """The best stages for a schedule by name."""
     chunks = pipeline.chunks or default_chunks(name)
-    stages = choose_stages(
+    return ScheduleChoice(name, chunks, stages_for(segments, pipeline, name, chunks))
+
+
+def stages_for(
+    segments: Sequence[SegmentCost], pipeline: Pipeline, name: str, chunks: int, order: Schedule | None = None
+) -> StageChoice:
+    """The best stages for a schedule by name, or an order."""
+    return choose_stages(
         segments,
         pipeline.mesh,
         schedule=name,
@@ -90,10 +148,10 @@ def named(segments: Sequence[SegmentCost], pipeline: Pipeline, name: str) -> Sch
         pinned=pipeline.pinned,
         link=pipeline.link,
         chunks=chunks,
+        order=order,
         zero=pipeline.zero,
         dp_link=pipeline.dp_link,
     )
-    return ScheduleChoice(name, chunks, stages)
 
 
 def best_named(segments: Sequence[SegmentCost], pipeline: Pipeline) -> ScheduleChoice:

@@ -88,16 +88,18 @@ def choose_stages(
     pinned: Sequence[Sequence[str]] | None = None,
     link: Link | None = None,
     chunks: int = 1,
+    order: Schedule | None = None,
     zero: int = 0,
     dp_link: Link | None = None,
 ) -> StageChoice:
-    """The best stages. `link` joins neighbours along pp (None: transfers take no time); `pinned` are every stage's segments.
+    """The best stages. `link` joins neighbours along pp (None: transfers take no time); `pinned` are every stage's segments;
+    `order` is the order of compute when no name has it.
 
     `dp_link` joins the ranks that sum gradients: with it a step's time has these sums and the update in it.
 
     InputError when there are fewer segments than stages, when the pins are no partition, or when no stages fit the limit.
     """
-    order = compute_order(schedule, mesh.pp, micro_batches, chunks)
+    order = compute_order(schedule, mesh.pp, micro_batches, chunks) if order is None else order
     kept = stage_in_flight(order)
     if len(segments) < len(kept):
         asked = f"pp={mesh.pp}" if chunks == 1 else f"pp={mesh.pp} with {chunks} chunks"

@@ -45,7 +45,7 @@ def plan_order(plan: PlanDocument, micro_batches: int) -> Schedule:
     InputError for actions that are not on the plan's ranks, or a schedule that deals stages otherwise.
     """
     if plan.actions is not None and micro_batches == plan.num_micro_batches:
-        where, order = "actions", _read_actions(plan.actions)
+        where, order = "actions", read_actions(plan.actions)
     else:
         name = plan.schedule if plan.schedule in SCHEDULES else STAND_IN[min(plan.chunks, 2)]
         if not SCHEDULES[name].allows(plan.chunks):
@@ -67,7 +67,8 @@ def plan_schedule(plan: PlanDocument, micro_batches: int) -> Schedule:
     return insert_transfers(plan_order(plan, micro_batches))
 
 
-def _read_actions(lines: Sequence[str]) -> Schedule:
+def read_actions(lines: Sequence[str]) -> Schedule:
+    """Order of compute from a plan's actions; InputError for what is none."""
     try:
         order = tuple(tuple(map(Action.parse, line.split())) for line in lines)
     except ValueError as error:
