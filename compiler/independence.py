@@ -1,7 +1,8 @@
 """Whether the rows of a batch stay apart: what makes micro-batches and data parallelism exact.
 
 A step's loss is the sum over micro-batches of what each contributes. That is the loss of the whole batch only where no op mixes rows:
-every batch dim of an op's operands must be a factor of its rule that its results keep, or that it sums on the way to the loss.
+every batch dim of an op's operands must be one factor of its rule, which its results keep or which it sums on the way to the loss.
+(Two factors pair rows with other rows: the similarities of a contrastive loss.)
 What this does not show of an op (one without a rule, a sort of all rows' tokens by expert) is said in the plan's notes;
 `verify` then is the proof. A graph of one row shows nothing and is not asked.
 """
@@ -29,7 +30,7 @@ def unproved_ops(kinds: Kinds) -> dict[tuple[str, int], str]:
 
 
 def keeps_rows(call: Call, labels: Mapping[str, Labels]) -> bool:
-    """Whether every batch dim of an op's operands is a factor that its results keep, or that it sums."""
+    """Whether all batch dims of an op's operands are one factor, which its results keep or which it sums."""
     marked = [
         (slot, dim)
         for slot, value in enumerate(call.operands)
@@ -42,4 +43,5 @@ def keeps_rows(call: Call, labels: Mapping[str, Labels]) -> bool:
     if factors is None:
         return False
     kept = {name for dims in factors.results for name in dims if name} | factors.summed
-    return all(factors.operands[slot][dim] in kept for slot, dim in marked)
+    rows = {factors.operands[slot][dim] for slot, dim in marked}
+    return len(rows) == 1 and rows <= kept

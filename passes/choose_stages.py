@@ -7,7 +7,7 @@ memory    of one rank: parameters, gradients and optimizer state (passes.step_en
 chunks    with v model chunks per rank there are p v stages, and each may have 1/v of the memory limit: the chunks of a rank
           are then sure to fit together
 pinned    the user's own stages: kept, or refused when memory does not allow them
-time      passes.solver chooses; passes.simulate says what a step takes with the stages chosen
+time      passes.solver chooses by a closed form, passes.refine_stages from there by the simulated step (passes.simulate)
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
+from meshwright.passes.refine_stages import refine
 from meshwright.passes.simulate import ASYNCHRONOUS, Timeline, Times, compute_order, stage_in_flight, steady, timed
-from meshwright.passes.solver import Chain, Infeasible, Item, solve_partition
+from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
 from meshwright.passes.step_end import Holding, step_end_s
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.units import format_bytes
-from meshwright.runtime.actions import Schedule
+from meshwright.runtime.actions import Schedule, stage_ranks
 
 
 @dataclass(frozen=True)
@@ -112,23 +113,26 @@ def choose_stages(
     holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches)
     items = tuple(item(segment, transfer, holding) for segment, transfer in zip(segments, transfers, strict=True))
     limit = None if memory_limit is None else memory_limit // chunks
+    chain = Chain(items, kept, micro_batches, limit, ends)
     try:
-        cuts = solve_partition(Chain(items, kept, micro_batches, limit, ends))
+        cuts = solve_partition(chain)
     except Infeasible as error:
         least = error.least_bytes * chunks
         raise InputError(
             does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, holding)
         ) from None
-    starts = (0, *cuts[:-1])
-    stages = tuple(
-        stage_cost(segments[start:stop], count, holding) for start, stop, count in zip(starts, cuts, kept, strict=True)
-    )
-    times = stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]])
-    found = priced(stages, order, times, None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches))
-    if dp_link is None:
-        return found
-    end_s = step_end_s(holding, [(s.parameter_bytes, s.forward_s, s.backward_s) for s in stages], dp_link)
-    return replace(found, step_s=found.step_s + end_s, end_s=end_s)
+    settled = None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches)
+
+    def choice(cuts: Cuts) -> StageChoice:
+        spans = zip((0, *cuts[:-1]), cuts, kept, strict=True)
+        stages = tuple(stage_cost(segments[start:stop], count, holding) for start, stop, count in spans)
+        found = priced(stages, order, stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]]), settled)
+        if dp_link is None:
+            return found
+        end_s = step_end_s(holding, [(s.parameter_bytes, s.forward_s, s.backward_s) for s in stages], dp_link)
+        return replace(found, step_s=found.step_s + end_s, end_s=end_s)
+
+    return choice(refine(chain, cuts, lambda cuts: choice(cuts).step_s, stage_ranks(order)))
 
 
 def stage_times(stages: Sequence[StageCost], transfers: Sequence[float]) -> Times:

@@ -2,6 +2,7 @@
 
     seconds      per micro-batch: each op on its share, conversions of its operands, forward and backward
     parameters   bytes of the local shards that the segment reads
+    weights      the part of the backward that is weight gradients
     activations  bytes that autograd keeps for one micro-batch, estimated from what the derivative of each op needs; with recomputation, the
                  segment's inputs alone
     boundary     bytes that cross to the next segment when a stage is cut behind it: every value made so far that is still needed
@@ -17,8 +18,8 @@ from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import all_to_all_s, conversion_s
 from meshwright.compiler.experts import EP
 from meshwright.compiler.flops import op_time_s, short_name, value_bytes
-from meshwright.compiler.graph import Op, Segment
-from meshwright.compiler.hardware import Hardware
+from meshwright.compiler.graph import Graph, Op, Segment
+from meshwright.compiler.hardware import Hardware, Link
 from meshwright.compiler.rules import shapes
 from meshwright.compiler.rules.table import rule_for
 from meshwright.passes.choose_stages import SegmentCost
@@ -28,6 +29,9 @@ from meshwright.plans.mesh import Mesh
 VIEWS = (shapes.view, shapes.permute, shapes.expand, shapes.slice_dim, shapes.select, shapes.split)
 
 
+EXPERT_PRODUCTS = frozenset(("grouped_mm_fallback",))
+PUT_OFF = frozenset(("linear", "addmm")) | EXPERT_PRODUCTS
+"""Products whose weight gradients the runtime can put off: of stored weights, and of expert weights however they are transposed."""
 SAVES_NOTHING = frozenset("add sub neg rsub cat stack mean sum to contiguous clone dropout embedding view reshape transpose permute expand "
                           "slice select split chunk unsqueeze squeeze token_mean split_with_sizes flatten pad".split())
 SAVES_RESULTS = frozenset("tanh sigmoid exp rsqrt sqrt softmax log_softmax relu reciprocal cross_entropy_sum".split())
@@ -58,6 +62,7 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
     kinds = pricing.assignment.kinds
     times = {name: kind_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
     saved = {name: kind_activations(pricing, kind.representative) for name, kind in kinds.by_name.items()}
+    put_off = {name: weight_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
     boundaries = boundary_bytes(pricing)
     return tuple(
         SegmentCost(
@@ -67,6 +72,7 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
             parameter_bytes={path: pricing.local_bytes(name) for path, name in segment_parameters(pricing, s)},
             activation_bytes=saved[s.kind],
             boundary_bytes=boundaries[i],
+            weight_s=put_off[s.kind],
         )
         for i, s in enumerate(kinds.graph.segments)
     )
@@ -90,15 +96,55 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
         split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
         cost = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
         forward, backward = forward + cost[0], backward + cost[1]
+    hidden = hidden_seconds(pricing, segment)
     for name, source, target in kind_conversions(assignment, segment):
         size, requires_grad = pricing.local_bytes(name, I), graph.values[name].requires_grad
         pair = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
-        forward, backward = forward + pair[0], backward + pair[1]
+        after = exposed_s(source, pair[1], hidden.get(name, 0.0), link) if target == R else pair[1]
+        forward, backward = forward + pair[0], backward + after
     moves = expert_moves_s(pricing, segment.kind)
     forward, backward = forward + moves, backward + moves
     if pricing.recompute == "full" and segment.prefix:
         backward += forward
     return forward, backward
+
+
+def is_linear(op: Op, graph: Graph) -> bool:
+    """Whether an op is a linear with a trained weight, whose gradient can be computed beside a collective (runtime.linear)."""
+    weights = [n for n in op.operands[1:] if n in graph.parameter_of and len(graph.values[n].shape) > 1]
+    return short_name(op) == "linear" and any(graph.values[n].requires_grad for n in weights)
+
+
+def hidden_seconds(pricing: Pricing, segment: Segment) -> dict[str, float]:
+    """Seconds of weight gradients that run beside the collective on the gradient of a linear's input, by that input."""
+    assignment, graph = pricing.assignment, pricing.assignment.kinds.graph
+    found: dict[str, float] = {}
+    for position, i in enumerate(segment.ops):
+        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
+        if is_linear(op, graph) and strategy.operands[0] == R:
+            split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
+            seconds = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)[1] / 2
+            found[op.operands[0]] = found.get(op.operands[0], 0.0) + seconds
+    return found
+
+
+def exposed_s(source: Type, backward_s: float, hidden_s: float, link: Link) -> float:
+    """What is left of the backward collective of a linear's input beside weight gradients of `hidden_s`."""
+    return max(0.0, backward_s - hidden_s) if link.overlaps and source.kind in ("I", "S") else backward_s
+
+
+def weight_seconds(pricing: Pricing, segment: Segment) -> float:
+    """Seconds of the backward that are weight gradients which a schedule can put off (runtime.main_gradients): half of a product's."""
+    assignment, graph = pricing.assignment, pricing.assignment.kinds.graph
+    total = 0.0
+    for position, i in enumerate(segment.ops):
+        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
+        weights = [n for n in op.operands if n in graph.parameter_of or short_name(op) in EXPERT_PRODUCTS]
+        if short_name(op) not in PUT_OFF or not any(graph.values[n].requires_grad and len(graph.values[n].shape) > 1 for n in weights):
+            continue
+        split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
+        total += op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)[1] / 2
+    return total
 
 
 def expert_moves_s(pricing: Pricing, kind: str) -> float:

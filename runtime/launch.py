@@ -20,6 +20,7 @@ from meshwright.plans.signature import Signature
 from meshwright.runtime.actions import Kind, StageRanks
 from meshwright.runtime.axes import Axis, ProcessAxis, build_axes
 from meshwright.runtime.placement import Parameter, Placement
+from meshwright.runtime.rendezvous import session_store
 
 MALLOPT = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD (malloc.h), in bytes."""
@@ -63,7 +64,8 @@ def join_processes(mesh: Mesh, device: torch.device, timeout_s: float) -> dict[s
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if started > 1:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, size = session_store(timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)

@@ -33,3 +33,19 @@ def test_what_mixes_rows_is_said() -> None:
     assert any("aten.softmax.int may mix rows of a batch" in note for note in plan.document.notes)
     whole = compile(Mixing(), {"x": torch.ones(2, 8)}, micro_batch=2, global_batch=2)
     assert not any("mix rows" in note for note in whole.document.notes)
+
+
+class Contrasts(torch.nn.Module):
+    """Similarities between all rows of two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.logsigmoid(self.linear(x) @ self.linear(y).T).sum(-1).mean()
+
+
+def test_pairs_of_rows_are_said() -> None:
+    plan = compile(Contrasts(), {"x": torch.ones(2, 8), "y": torch.ones(2, 8)}, micro_batch=2, global_batch=4)
+    assert any("aten.matmul.default may mix rows of a batch" in note for note in plan.document.notes)

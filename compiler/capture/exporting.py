@@ -4,7 +4,7 @@ A model is exported as it is, in training. Where that fails, these are tried in 
 and a note says what it was:
     attention mask    some models make one themselves, but not while they are exported: those are given one of ones
     evaluation        modules whose code asks whether it is training (layers skipped at random, noise, weights clipped in place)
-                      are put in evaluation, one class of modules at a time, then all of them
+                      are put in evaluation: those that the export failed in, else one class of modules at a time, then all
     experts           the other implementations of experts that transformers has; those whose shapes are static export
     attention         the other implementations of attention
 What then still fails is an InputError that names the file and line of the model's code and what depends on data there.
@@ -92,21 +92,19 @@ def find_loss(output: object) -> torch.Tensor:
 
 def export(module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset()) -> Exported:
     """Exports the loss of `module` on example keyword arguments; `quiet_modules` (paths) are in evaluation throughout."""
+    failures: list[BaseException] = []
     with in_evaluation([module.get_submodule(path) for path in quiet_modules]):
-        try:
-            return Exported(_export_once(module, example, masked=False), ())
-        except InputError:
-            raise
-        except FAILURES as error:
-            failure = error
-        for attempt in _attempts(module, example, failure):
+        for attempt in _attempts(module, example, failures):
             try:
                 with attempt.change():
                     program = _export_once(module, example, attempt.masked)
-            except FAILURES:
-                continue
-            return Exported(program, (attempt.note,) if attempt.note else ())
-    raise _refusal(failure) from failure
+            except FAILURES as error:
+                if not failures and isinstance(error, InputError):
+                    raise
+                failures.append(error)
+            else:
+                return Exported(program, (attempt.note,) if attempt.note else ())
+    raise _refusal(failures[0]) from failures[0]
 
 
 def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool) -> torch.export.ExportedProgram:
@@ -119,30 +117,40 @@ def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool)
         return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
 
 
-def _attempts(module: nn.Module, example: Mapping[str, object], failure: BaseException) -> Iterator[Attempt]:
+def _attempts(module: nn.Module, example: Mapping[str, object], failures: list[BaseException]) -> Iterator[Attempt]:
+    """What to try next, given how all before it failed."""
+    yield Attempt(contextlib.nullcontext)
     takes_mask = "attention_mask" in inspect.signature(module.forward).parameters and "attention_mask" not in example
-    if takes_mask and "NoneType" in str(failure):
+    if takes_mask and "NoneType" in str(failures[0]):
         yield Attempt(contextlib.nullcontext, masked=True)
-    yield from _evaluation_attempts(module, failure)
+    yield from _evaluation_attempts(module, failures)
     if isinstance(module, PreTrainedModel):
-        yield from _implementation_attempts(module, failure)
+        yield from _implementation_attempts(module, failures[0])
 
 
-def _evaluation_attempts(module: nn.Module, failure: BaseException) -> Iterator[Attempt]:
-    """One class of modules that ask whether they train in evaluation, those that failed first; then all such modules."""
+def _evaluation_attempts(module: nn.Module, failures: list[BaseException]) -> Iterator[Attempt]:
+    """Modules that ask whether they train in evaluation: first the class that failed, with each failure one class more, then every
+    class alone, then all."""
     asking: dict[type[nn.Module], list[str]] = {}
     for path, child in module.named_modules():
         if _asks_for_training(type(child)):
             asking.setdefault(type(child), []).append(path)
-    failed_in = [type(owner) for owner in _owners(failure)]
-    classes = sorted(asking, key=lambda cls: failed_in.index(cls) if cls in failed_in else len(failed_in))
-    groups = [asking[cls] for cls in classes]
-    if len(groups) > 1:
-        groups.append([path for paths in groups for path in paths])
-    for paths in groups:
+
+    def attempt(classes: Collection[type[nn.Module]]) -> Attempt:
+        paths = [path for cls in classes for path in asking[cls]]
         modules = [module.get_submodule(path) for path in paths]
-        note = f"{evaluation_note(paths)}, for in training {_what_fails(failure)}"
-        yield Attempt(lambda modules=modules: in_evaluation(modules), note)  # type: ignore[misc]
+        note = f"{evaluation_note(paths)}, for in training {_what_fails(failures[0])}"
+        return Attempt(lambda: in_evaluation(modules), note)
+
+    failed: list[type[nn.Module]] = []
+    while owner := next((type(o) for o in _owners(failures[-1]) if type(o) in asking and type(o) not in failed), None):
+        failed.append(owner)
+        yield attempt(failed)
+    for cls in asking:
+        if [cls] != failed[:1]:
+            yield attempt([cls])
+    if len(asking) > 1:
+        yield attempt(asking)
 
 
 def evaluation_note(paths: Collection[str]) -> str:

@@ -201,6 +201,13 @@ def linear(site: Site) -> str:
     return f"ops.linear({', '.join(site.render(a) for a in site.op.args)})"
 
 
+def addmm(site: Site) -> str:
+    """bias + x @ weight with a stored weight is a linear, whose weight gradient can be put off."""
+    bias, x, weight = (site.render(a) for a in site.op.args[:3])
+    is_linear = len(site.call.operands) == 3 and [len(o.shape) for o in site.call.operands] == [1, 2, 2] and not site.op.kwargs
+    return f"ops.linear({x}, {weight}.t(), {bias})" if is_linear and weight.startswith('w["') else plain(site)
+
+
 def units(place: int, name: str) -> Callable[[Site], str]:
     """An op that is told how many groups there are: each rank has its share of them."""
 
@@ -258,6 +265,7 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
     "aten.group_norm.default": units(1, "num_groups"),
     "aten.dropout.default": dropout,
     "aten.linear.default": linear,
+    "aten.addmm.default": addmm,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.embedding.default": embedding,
     "aten.mean.dim": mean,
