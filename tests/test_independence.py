@@ -48,4 +48,4 @@ class Contrasts(torch.nn.Module):
 
 def test_pairs_of_rows_are_said() -> None:
     plan = compile(Contrasts(), {"x": torch.ones(2, 8), "y": torch.ones(2, 8)}, micro_batch=2, global_batch=4)
-    assert any("aten.matmul.default may mix rows of a batch" in note for note in plan.document.notes)
+    assert any("may mix rows of a batch" in note for note in plan.document.notes)
