@@ -22,6 +22,12 @@ CASES = [
     ("bert", {"layers": 3}, "dp=2,tp=2", {"micro_batch": 2}),
     ("t5", {"layers": 2}, "pp=2,tp=2", {"micro_batch": 2}),
     ("t5", {"layers": 3}, "pp=4", {"micro_batch": 2}),
+    ("llama", {"layers": 5}, "pp=2", {"schedule": "zb-h1", "rows": 3}),
+    ("llama", {"layers": 8, "tie_word_embeddings": True}, "pp=4", {"schedule": "interleaved", "rows": 7}),
+    ("llama", {"layers": 5}, "pp=2", {"schedule": "synthesised", "rows": 8, "recompute": "full"}),
+    ("gpt2", {"layers": 5}, "pp=2,tp=2", {"schedule": "zb-v", "rows": 3}),
+    ("t5", {"layers": 3}, "pp=4", {"schedule": "zb-v", "rows": 4}),
+    ("mixtral", {"layers": 5}, "pp=2,dp=2", {"schedule": "zb-h2", "rows": 8}),
     ("mixtral", {"layers": 2}, "pp=2,tp=2", {"micro_batch": 4}),
     ("mixtral", {"layers": 2, "output_router_logits": True}, "dp=2,ep=2,tp=2", {"micro_batch": 4}),  # router loss over both dp ranks
     ("mixtral", {"layers": 2}, "pp=2,dp=2,ep=2", {"micro_batch": 2}),
