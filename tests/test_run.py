@@ -78,6 +78,17 @@ def test_bench(tmp_path: Path) -> None:
     assert run_ranks(2, call, plan, "bench", "--steps", "2") == [0, 0]
 
 
+def test_bench_traces_every_action(tmp_path: Path) -> None:
+    plan = str(toy.write_plan(tmp_path / "plan", Mesh(pp=2), "zb-v"))
+    assert run_ranks(2, call, plan, "bench", "--steps", "1", "--trace", str(tmp_path / "trace.json")) == [0, 0]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(rows.values()) == {"compute", "waiting", "messages"}
+    done = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and rows[e["pid"], e["tid"]] == "compute"}
+    assert done == {(r, f"{s}{k}{i}") for r, stages in ((0, (0, 3)), (1, (1, 2))) for s in stages for k in "FBW" for i in range(8)}
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
 def verify_twice(plan: str) -> tuple[int, str]:
     """Exit status with the usual tolerance, and the verdict with none."""
     status = call(plan, "verify")
