@@ -41,7 +41,8 @@ from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_l
 from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
-from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
+from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs, segment_parameters
+from meshwright.passes.state_memory import with_state_memory
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, Layout, Type
@@ -329,7 +330,8 @@ def write_document(
         "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
     })
     validate(document, signature)
-    return document
+    reads = {s.name: [path for path, _ in segment_parameters(pricing, s)] for s in kinds.graph.segments}
+    return with_state_memory(document, signature, reads)
 
 
 def stage_pins(stages: StageChoice, pricing: Pricing, setting: Setting) -> tuple[str, ...]:

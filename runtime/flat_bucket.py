@@ -3,7 +3,8 @@
     zero  values             gradients                    own (what this rank updates)
     0     whole              whole                        whole
     1     whole              whole                        a shard, in place
-    2     whole              whole while a step needs     a shard; gradients in a buffer of shards
+    2     whole              whole while a step needs     a shard; gradients in a buffer of shards, which is freed while micro-batches
+                                                          add up in whole ones
     3     whole while used   whole during a backward      a shard, both in buffers of shards
 
 (Rajbhandari et al., arXiv 1910.02054, section 5.) A bucket of one replica is as with 0.
@@ -80,10 +81,15 @@ class FlatBucket:
         """Of gradients that are kept."""
         return self.own_gradients.nbytes if self.zero >= 2 else self.spec.size * self.own_gradients.element_size()
 
-    def zero_gradients(self) -> None:
-        """A step begins."""
-        (self.own_gradients if self.zero >= 2 or self.gradients is None else self.gradients).zero_()
+    def begin(self, num_micro_batches: int, into: Amount) -> None:
+        """A step begins: gradients are zero. Several micro-batches add up in whole ones, for which shards make room."""
         self.num_fired, self.is_done = 0, False
+        if self.zero == 2 and num_micro_batches > 1:
+            self.own_gradients.untyped_storage().resize_(0)
+            into.add(-self.own_gradients.nbytes)
+            self.allocate_gradients(into)
+        else:
+            (self.own_gradients if self.gradients is None else self.gradients).zero_()
 
     def within_own(self, start: int, stop: int) -> slice:
         """Elements [start, stop) of the bucket, which this rank owns, in its own part."""
@@ -158,8 +164,14 @@ class FlatBucket:
             leaf.grad = None
 
         def take() -> None:
-            self.own_gradients.add_(pending.wait())
+            total = pending.wait()
             into.add(-gradients.nbytes)
+            if self.own_gradients.untyped_storage().nbytes() == 0:
+                self.own_gradients.untyped_storage().resize_(self.own_gradients.nbytes)
+                into.add(self.own_gradients.nbytes)
+                self.own_gradients.copy_(total)
+            else:
+                self.own_gradients.add_(total)
 
         return take
 

@@ -134,9 +134,7 @@ class FlatParameters:
         self._num_micro_batches, self._overlap = num_micro_batches, overlap
         self._reducing = None
         for bucket in self.buckets:
-            bucket.zero_gradients()
-            if bucket.zero == 2 and num_micro_batches > 1:
-                bucket.allocate_gradients(self.staged)
+            bucket.begin(num_micro_batches, self.staged)
 
     def before_backward(self, stage: int) -> None:
         """A backward of a stage begins."""
@@ -206,9 +204,10 @@ class FlatParameters:
             expected = len(bucket.leaves)
         else:
             expected = self._num_micro_batches * sum(self._num_uses.get(name, 1) for name in bucket.leaves)
-        if self._overlap and bucket.num_fired == expected:
+        if bucket.num_fired == expected:
             bucket.release()
-            self._start_reduce(bucket)
+            if self._overlap:
+                self._start_reduce(bucket)
 
     def _start_reduce(self, bucket: FlatBucket) -> None:
         """One at a time: each needs room for what comes."""
