@@ -44,7 +44,7 @@ from meshwright.passes.pins import STAGES, pin_names, settle_pins
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs, segment_parameters
 from meshwright.passes.state_memory import with_state_memory
 from meshwright.plans.document import Declaration, PlanDocument, validate
-from meshwright.plans.errors import InputError
+from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.layout import I, Layout, Type
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
@@ -63,6 +63,9 @@ Progress = Callable[[str], None]
 DEFAULT_SEQ = 128
 DEFAULT_HARDWARE = "cpu"
 MICRO_BATCHES_PER_STAGE = 4
+MEMORY_PRICES = tuple(10.0**n for n in range(-14, -5))
+"""Seconds per byte that are tried, from what no layout minds to what decides alone."""
+PRICE_HALVINGS = 3
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,7 @@ def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> Compi
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
     kinds = Kinds(captured.graph)
     tell("choosing layouts")
-    chosen = choose(kinds, setting)
-    tell("cutting pipeline stages")
-    pricing = Pricing(chosen.assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
-    stages = pipeline(pricing, setting)
+    chosen, pricing, stages = fit_layouts(kinds, setting, tell)
     document = write_document(captured, chosen, stages, setting, pricing)
     tell("emitting programs")
     programs = emit(kinds, document)
@@ -186,9 +186,50 @@ class Chosen:
     pins: LayoutPins
 
 
-def choose(kinds: Kinds, setting: Setting) -> Chosen:
-    """Chosen layouts with the declaration's as pins."""
+def fit_layouts(kinds: Kinds, setting: Setting, tell: Progress) -> tuple[Chosen, Pricing, ScheduleChoice]:
+    """Layouts and stages: the fastest layouts, or, where stages with these exceed the memory limit, those of the least price of memory
+    whose stages fit. OverLimitError when none do."""
+
+    def planned(memory_price: float) -> tuple[Chosen, Pricing, ScheduleChoice]:
+        chosen = choose(kinds, setting, memory_price)
+        pricing = Pricing(chosen.assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
+        tell("cutting pipeline stages")
+        return chosen, pricing, pipeline(pricing, setting)
+
+    try:
+        return planned(0.0)
+    except OverLimitError as error:
+        if setting.mesh.size(AXIS) == 1:
+            raise
+        reason = error
+    tell("choosing layouts that keep less")
+    found: list[tuple[Chosen, Pricing, ScheduleChoice]] = []
+    cheap = dear = 0.0
+    for price in MEMORY_PRICES:
+        try:
+            found.append(planned(price))
+            dear = price
+            break
+        except OverLimitError as error:
+            reason, cheap = error, price
+    if not found:
+        raise reason
+    for _ in range(PRICE_HALVINGS):
+        price = (cheap * dear) ** 0.5 if cheap else dear / 2
+        try:
+            found.append(planned(price))
+            dear = price
+        except OverLimitError:
+            cheap = price
+    chosen, pricing, choice = min(found, key=lambda plan: plan[2].stages.step_s)
+    note = "memory_limit: the fastest layouts do not fit; these keep less"
+    return replace(chosen, notes=(*chosen.notes, note)), pricing, choice
+
+
+def choose(kinds: Kinds, setting: Setting, memory_price: float = 0.0) -> Chosen:
+    """Chosen layouts with the declaration's as pins. `memory_price`: seconds charged for a byte that a rank keeps."""
     problem, regions, notes = layout_problem(kinds, setting)
+    problem = replace(problem, memory_price=memory_price)
     notes = (*notes, *row_notes(kinds, setting))
     if problem.legal.ranks == 1:
         return Chosen(trivial(kinds, problem.legal, problem.pins, regions), notes, problem.pins)
@@ -219,6 +260,7 @@ def layout_problem(
         setting.micro_batches,
         declared.sequence_parallel or "auto",
         LayoutPins(types_on_axis(results), types_on_axis(parameters)),
+        in_flight=min(setting.micro_batches, (setting.mesh.pp + 1) / 2),
     )
     return problem, regions, notes
 

@@ -8,7 +8,7 @@
 
 Other work on the machine only adds time. So a time of computing is the least of its runs, in CPU time on a CPU; that of a collective
 is the lower quartile, and no smaller message takes longer than a larger one. A CPU has one thread per rank, as torchrun sets it.
-Memory of a machine is shared among its ranks.
+Memory of a machine is shared among its ranks, and so are its cores where there are more ranks.
 
     python -m meshwright.profiling OUT SECONDS     one rank of the second part (torchrun sets its variables)
 """
@@ -108,18 +108,19 @@ def measure_device(ranks: int, progress: Progress) -> dict[str, object]:
     progress("memory")
     moved = memory_rates(device)
     bandwidth = moved[-1][1]
+    crowd = max(1.0, ranks / (os.cpu_count() or 1)) if device.type == "cpu" else 1.0
     return {
         "name": device_name(device),
         "memory_bytes": memory_bytes(device) // (ranks if device.type == "cpu" else 1),
-        "bandwidth_bytes_per_s": rounded(bandwidth),
-        "peak_flops": peaks,
+        "bandwidth_bytes_per_s": rounded(bandwidth / crowd),
+        "peak_flops": {name: rounded(peak / crowd) for name, peak in peaks.items()},
         "efficiency": {
             "matmul": curve[-1][1],
             "memory": 1.0,
             "matmul_by_flops": curve,
             "memory_by_bytes": [[size, rounded(rate / bandwidth)] for size, rate in moved],
         },
-        "op_overhead_s": rounded(op_overhead_s(device)),
+        "op_overhead_s": rounded(op_overhead_s(device) * crowd),
     }
 
 

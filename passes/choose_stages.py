@@ -22,7 +22,7 @@ from meshwright.passes.simulate import ASYNCHRONOUS, Timeline, Times, compute_or
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
 from meshwright.passes.step_end import Holding, step_end_s
 from meshwright.plans.document import Memory
-from meshwright.plans.errors import InputError
+from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule, stage_ranks
@@ -118,7 +118,7 @@ def choose_stages(
         cuts = solve_partition(chain)
     except Infeasible as error:
         least = error.least_bytes * chunks
-        raise InputError(
+        raise OverLimitError(
             does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, holding)
         ) from None
     settled = None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches)

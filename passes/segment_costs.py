@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import all_to_all_s, conversion_s
+from meshwright.compiler.emission.columns import column_of, is_gathered
 from meshwright.compiler.experts import EP
 from meshwright.compiler.flops import op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Graph, Op, Segment
@@ -100,7 +101,7 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
     for name, source, target in kind_conversions(assignment, segment):
         size, requires_grad = pricing.local_bytes(name, I), graph.values[name].requires_grad
         pair = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
-        after = exposed_s(source, pair[1], hidden.get(name, 0.0), link) if target == R else pair[1]
+        after = exposed_s(source, len(graph.values[name].shape), pair[1], hidden.get(name, 0.0), link) if target == R else pair[1]
         forward, backward = forward + pair[0], backward + after
     moves = expert_moves_s(pricing, segment.kind)
     forward, backward = forward + moves, backward + moves
@@ -109,10 +110,12 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
     return forward, backward
 
 
-def is_linear(op: Op, graph: Graph) -> bool:
-    """Whether an op is a linear with a trained weight, whose gradient can be computed beside a collective (runtime.linear)."""
-    weights = [n for n in op.operands[1:] if n in graph.parameter_of and len(graph.values[n].shape) > 1]
-    return short_name(op) == "linear" and any(graph.values[n].requires_grad for n in weights)
+def linear_input(op: Op, graph: Graph) -> str | None:
+    """The input of a linear with a trained weight, whose gradient can be computed beside a collective (ops.column_linear); or None."""
+    column = column_of(op)
+    if column is None or column.weight not in graph.parameter_of or not graph.values[column.weight].requires_grad:
+        return None
+    return column.x
 
 
 def hidden_seconds(pricing: Pricing, segment: Segment) -> dict[str, float]:
@@ -121,16 +124,17 @@ def hidden_seconds(pricing: Pricing, segment: Segment) -> dict[str, float]:
     found: dict[str, float] = {}
     for position, i in enumerate(segment.ops):
         op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
-        if is_linear(op, graph) and strategy.operands[0] == R:
+        x = linear_input(op, graph)
+        if x is not None and strategy.operands[op.operands.index(x)] == R:
             split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
             seconds = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)[1] / 2
-            found[op.operands[0]] = found.get(op.operands[0], 0.0) + seconds
+            found[x] = found.get(x, 0.0) + seconds
     return found
 
 
-def exposed_s(source: Type, backward_s: float, hidden_s: float, link: Link) -> float:
-    """What is left of the backward collective of a linear's input beside weight gradients of `hidden_s`."""
-    return max(0.0, backward_s - hidden_s) if link.overlaps and source.kind in ("I", "S") else backward_s
+def exposed_s(source: Type, rank: int, backward_s: float, hidden_s: float, link: Link) -> float:
+    """What is left of the backward collective of a linear's input of `rank` dims beside weight gradients of `hidden_s`."""
+    return max(0.0, backward_s - hidden_s) if link.overlaps and is_gathered(source, rank) else backward_s
 
 
 def weight_seconds(pricing: Pricing, segment: Segment) -> float:
