@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
+from meshwright.runtime import buckets
+from meshwright.runtime.axes import Axis, Pending
 from meshwright.runtime.engine import Engine, NonFiniteError
 from meshwright.tests import test_engine, test_engine_experts, toy, toy_experts
 from meshwright.tests.ranks import run_ranks
@@ -127,3 +129,56 @@ def test_groups_and_non_finite_gradients(tmp_path: Path) -> None:
     assert str(message).startswith("step 4: loss nan, gradient norm nan; rank 0 has one in the gradient of "), message
     with pytest.raises(InputError, match=r"optimizer.groups\[0\].match: 'nothing.\*' matches no parameter"):
         Engine(toy.write_plan(tmp_path / "plan", Mesh()), {**ADAMW, "groups": [{"match": "nothing.*"}]})
+
+
+class Log:
+    """What a rank sends over dp, and when gradients are complete, in order: (what, bytes)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: list[tuple[str, int]] = []
+        axis = engine._parameters.buckets[0].axis
+        self._watch(axis, "start_all_reduce", lambda x: 2 * x.nbytes)
+        self._watch(axis, "start_reduce_scatter", lambda x: x.nbytes)
+        self._watch(axis, "start_gather_into", lambda out: out.nbytes)
+        for bucket in engine._parameters.buckets:
+            for leaf in bucket.leaves.values():
+                leaf.register_hook(lambda _: self.events.append(("gradient", 0)))
+
+    def _watch(self, axis: Axis, name: str, moved: Callable[[torch.Tensor], int]) -> None:
+        start = getattr(axis, name)
+
+        def logged(x: torch.Tensor, *args: object, **options: object) -> Pending:
+            self.events.append((name, moved(x) * (axis.size - 1) // axis.size))
+            return start(x, *args, **options)  # type: ignore[no-any-return]
+
+        setattr(axis, name, logged)
+
+
+def logs(plans: list[str]) -> list[tuple[list[tuple[str, int]], int]]:
+    """Events of one step of two micro-batches, after a first step; and the bytes of all buckets."""
+    buckets.BUCKET_BYTES = 1500
+    found = []
+    for plan in plans:
+        engine = Engine(plan, ADAMW)
+        engine.train_step(toy.batch(8, 0))
+        engine._parameters.residency.settle()
+        log = Log(engine)
+        engine.train_step(toy.batch(8, 1))
+        engine._parameters.residency.settle()
+        found.append((log.events, sum(4 * b.spec.size for b in engine._parameters.buckets)))
+    return found
+
+
+def test_bytes_sent_are_the_formulas_and_sums_overlap_the_last_backward(tmp_path: Path) -> None:
+    plans = [str(toy.write_plan(tmp_path / str(zero), Mesh(dp=4), zero=zero)) for zero in range(4)]
+    for zero, (events, size) in enumerate(run_ranks(4, logs, plans)[1]):
+        sums = [i for i, (what, _) in enumerate(events) if what in ("start_all_reduce", "start_reduce_scatter")]
+        ends = [i for i, (what, _) in enumerate(events) if what == "gradient"]
+        moved = sum(num_bytes for _, num_bytes in events)
+        assert len(sums) >= 4 * (2 if zero == 3 else 1)
+        if zero < 3:
+            assert moved == 2 * size * 3 // 4, "2 Psi (N-1)/N"
+            half = ends[len(ends) // 2]
+            assert half < sums[0] < ends[-1], "no sum in the first micro-batch; in the second they begin before it ends"
+        else:  # two micro-batches; what is used outside of segments (embedding, final norm) is gathered once in each direction too
+            assert moved == 2 * 3 * size * 3 // 4, "3 Psi (N-1)/N for each micro-batch"
