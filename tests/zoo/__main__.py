@@ -44,7 +44,7 @@ def command(
     if json_file is not None:
         json_file.write_text(json.dumps([r.to_json() for r in reports], indent=1) + "\n")
     if docs is not None:
-        docs.write_text(page(reports, meshes.split(), "python -m meshwright.tests.zoo --docs docs/zoo.md", steps))
+        docs.write_text(page(reports, meshes.split(), "python -m meshwright.tests.zoo --docs docs/zoo.md", steps, len(every)))
     print("\n".join(summary(reports, meshes.split())))
     good = all(o.verdict in GOOD for r in reports for m, o in r.outcomes.items() if m in asked[r.arch])
     raise typer.Exit(0 if good else 1)

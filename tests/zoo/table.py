@@ -29,13 +29,15 @@ Made on {date} by `{command}` with torch {torch} and transformers {transformers}
 """
 
 
-def page(reports: Sequence[Report], meshes: Sequence[str], command: str, steps: int) -> str:
-    """docs/zoo.md."""
+def page(reports: Sequence[Report], meshes: Sequence[str], command: str, steps: int, num_listed: int) -> str:
+    """docs/zoo.md; `num_listed` is the number of architectures in the zoo."""
     lines = [
         INTRODUCTION.format(
             date=datetime.now(UTC).date(), command=command, steps=steps, torch=torch.__version__, transformers=transformers.__version__
         ),
         "## Counts",
+        "",
+        f"{len(reports)} of the zoo's {num_listed} architectures were run.",
         "",
         *summary(reports, meshes),
         "",
