@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(words, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
         return int(status or 0)
-    except (InputError, TyperException, CheckFailedError) as error:
+    except (InputError, TyperException, CheckFailedError, UnsoundError) as error:
         if DEBUG in words:
             traceback.print_exc()
         message = error.format_message() if isinstance(error, TyperException) else str(error)
-        grid = message if isinstance(error, CheckFailedError) else " ".join(message.split())
+        grid = message if isinstance(error, (CheckFailedError, UnsoundError)) else " ".join(message.split())
         print("error:", grid or "see meshwright --help", file=sys.stderr)
         return DIFFERENT if isinstance(error, CheckFailedError) else BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):

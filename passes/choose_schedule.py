@@ -20,6 +20,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Schedule, StageRanks, stage_ranks
 from meshwright.runtime.orders import SCHEDULES
+from meshwright.runtime.schedules import insert_transfers
+from meshwright.runtime.soundness import check_schedule
 
 DEFAULT = "1f1b"
 AUTO = "auto"
@@ -92,7 +94,7 @@ def choose_schedule(segments: Sequence[SegmentCost], pipeline: Pipeline) -> Sche
 
 
 def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule) -> ScheduleChoice:
-    """The order of a plan. InputError when it is not of this mesh, batch or schedule."""
+    """The order of a plan. InputError when it is not of this mesh, batch or schedule, UnsoundError when it cannot run."""
     if pipeline.schedule != SYNTHESISED:
         raise InputError(f"actions: are those of schedule {SYNTHESISED}, found {pipeline.schedule}; leave actions out")
     micro_batches = 1 + max((a.micro_batch for row in actions for a in row), default=-1)
@@ -105,6 +107,7 @@ def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule
             f"actions: are for pp={len(actions)} and {micro_batches} micro-batches, "
             f"expected pp={pipeline.mesh.pp} and {pipeline.micro_batches}; leave actions out to have them synthesised"
         )
+    check_schedule(insert_transfers(actions))
     return ScheduleChoice(SYNTHESISED, chunks, stages_for(segments, pipeline, DEFAULT, chunks, actions))
 
 

@@ -18,7 +18,7 @@ PipeDream-2BW has no flush between steps: its times are those of one more step i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.plans.errors import InputError
@@ -48,7 +48,7 @@ class Timeline:
     bubble: float
     idle_s: tuple[float, ...]
     in_flight: tuple[int, ...]
-    timeline: tuple[tuple[Span, ...], ...] = ()
+    timeline: tuple[tuple[Span, ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

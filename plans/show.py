@@ -28,6 +28,8 @@ from meshwright.plans.units import format_bytes, format_seconds
 
 WIDTH = 110
 """Columns of plain text."""
+BLOCKS = 4
+"""Blocks of that width that a schedule may be drawn in."""
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,7 +53,7 @@ def show_plan(document: PlanDocument, schedule: Sequence[Sequence[str]] = ()) ->
     """The whole plan but for layouts inside layers. `schedule` has each pipeline rank's actions as text."""
     parts: list[RenderableType] = [_pairs(_header(document)), *_section("Stages", _stages(document))]
     if len(document.stages) > 1 and schedule:
-        lines = draw(schedule, WIDTH) or [f"too long to draw: {_count(document.num_micro_batches, 'micro-batch')}"]
+        lines = draw(schedule, WIDTH, BLOCKS) or [f"too long to draw: {_count(document.num_micro_batches, 'micro-batch')}"]
         parts += _section("Schedule of a step", Text("\n".join(lines), no_wrap=True))
     parts += _section("Parameters", _layouts(document.parameters.items(), "parameter"))
     if document.notes:

@@ -70,17 +70,23 @@ def _needs(action: Compute, num_stages: int) -> list[Compute]:
     return [*needs, (stage, "F", i)] if kind == "B" else needs
 
 
-def draw(schedule: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Lines of the timeline; none when it does not fit in `width` columns."""
+def draw(schedule: Sequence[Sequence[str]], width: int, most: int = 1) -> list[str]:
+    """Lines of the timeline, in blocks of `width` columns under each other; none when it takes more than `most` blocks."""
     ranks = simulate(schedule)
     several = any(len({span.stage for span in spans}) > 1 for spans in ranks)
     cell = 1 + max((len(_text(span, several)) for spans in ranks for span in spans), default=1)
     length = max((spans[-1].stop for spans in ranks if spans), default=0)
     name = "rank" if several else "stage"
     label = len(f"{name} {len(ranks) - 1}  ")
-    if label + length * cell > width:
+    across = (width - label) // cell * cell
+    if length * cell > most * across:
         return []
-    return [f"{name} {rank}".ljust(label) + _row(spans, cell, several) for rank, spans in enumerate(ranks)]
+    rows = [_row(spans, cell, several) for spans in ranks]
+    lines: list[str] = []
+    for start in range(0, max(1, length * cell), max(1, across)):
+        lines += [""] if lines else []
+        lines += [(f"{name} {rank}".ljust(label) + row[start : start + across]).rstrip() for rank, row in enumerate(rows)]
+    return lines
 
 
 def _text(span: Span, several: bool) -> str:

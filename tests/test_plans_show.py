@@ -35,6 +35,9 @@ def test_timeline() -> None:
         "stage 1  .  F0 B0    F1 B1    F2 B2",
     ]
     assert draw(GPIPE, 20) == []
+    assert draw(["0F0 0B0".split(), "1F0 1B0".split()], 15, 3) == [
+        "stage 0  F0 .", "stage 1  .  F0", "", "stage 0  .  .", "stage 1  B0", "", "stage 0  B0", "stage 1",
+    ]  # fmt: skip
     assert draw(["0F0 0B0 0W0".split(), "1F0 1B0 1W0".split()], 100) == ["stage 0  F0 .  .  B0 W0", "stage 1  .  F0 B0 W0"]
     assert draw(["0F0 3F0 3B0 0B0".split(), "1F0 2F0 2B0 1B0".split()], 100) == [
         "rank 0  0F0 .   .   3F0 3B0     .   .   .   .   0B0",

@@ -15,7 +15,7 @@ from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Action, Kind, Schedule
 from meshwright.runtime.orders import SCHEDULES
 from meshwright.runtime.schedules import insert_transfers, named_order
-from meshwright.runtime.soundness import check_schedule
+from meshwright.runtime.soundness import UnsoundError, check_schedule
 
 
 def problem(name: str, ranks: int, micro_batches: int, forward_s: list[float], transfer_s: float = 0.1) -> Problem:
@@ -118,3 +118,6 @@ def test_actions_of_a_plan_are_kept_or_refused() -> None:
     for name, pp, message in (("1f1b", 2, "are those of schedule synthesised"), ("synthesised", 3, "are for pp=2 and 4")):
         with pytest.raises(InputError, match=f"actions: .*{message}"):
             choose(name, pp=pp, actions=own.stages.order)
+    first, *others = own.stages.order
+    with pytest.raises(UnsoundError, match="schedule cannot run"):
+        choose("synthesised", actions=(tuple(reversed(first)), *others))

@@ -190,7 +190,7 @@ class Reference:
         options = dict(optimizer)
         kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[str(options.pop("name"))]
         self.clip = options.pop("clip", None)
-        self.optimizer = kind(list(self.trained.values()), **options)  # type: ignore[arg-type]
+        self.optimizer = kind(list(self.trained.values()), **options)
 
     def forward_backward(self, data: dict[str, Tensor]) -> tuple[float, float]:
         self.optimizer.zero_grad()
