@@ -26,9 +26,10 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten_with_path
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from meshwright.compiler.capture.functions import own_backwards, recorded_applications
+from meshwright.compiler.capture.hooks import no_new_hooks, refuse_hooks
 from meshwright.compiler.capture.opaque import opaque_functions
 from meshwright.compiler.capture.source import FAILURES, first_line
 from meshwright.plans.errors import InputError
@@ -108,13 +109,31 @@ def export(module: nn.Module, example: Mapping[str, object], quiet_modules: froz
 
 
 def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool) -> torch.export.ExportedProgram:
-    with recorded_applications(module) as applications:
-        program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
-    kept = own_backwards(applications)
-    if not kept:
-        return program
-    with opaque_functions(kept):
-        return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+    with _masks_as_when_run():
+        refuse_hooks(module)
+    with recorded_applications(module) as applications, no_new_hooks():
+            program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+        kept = own_backwards(applications)
+        if not kept:
+            return program
+        with opaque_functions(kept), no_new_hooks():
+            return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+
+
+@contextlib.contextmanager
+def _masks_as_when_run() -> Iterator[None]:
+    """While active, transformers leaves a mask out wherever it does so when the model runs.
+
+    While a model is exported it makes all masks, for a batch with padding might come later. That is not only slower: attention without
+    a mask is causal where its module says so, whatever the mask that was left out would have said.
+    """
+    names = vars(masking_utils)
+    asked = names["is_torchdynamo_exporting"]
+    names["is_torchdynamo_exporting"] = lambda: False
+    try:
+        yield
+    finally:
+        names["is_torchdynamo_exporting"] = asked
 
 
 def _attempts(module: nn.Module, example: Mapping[str, object], failures: list[BaseException]) -> Iterator[Attempt]:
