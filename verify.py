@@ -13,8 +13,9 @@ process with all rows. Where the comparison fails and the plan has several micro
 micro-batches, all with the same number of targets, and the verdict says that it was.
 
 A parameter whose true gradient is zero (the bias of attention keys) has only rounding noise, so a gradient's norm counts as no
-smaller than FLOOR times what the parameter would have at the model's mean gradient per element, and than NOTHING times the largest. AdamW's first step is lr
-times the sign of the gradient, so elements whose gradient is below NOISE times that mean are left out of the weights.
+smaller than FLOOR times what the parameter would have at the model's mean gradient per element, and than NOTHING times the
+largest. AdamW's first step is lr times the sign of the gradient, so elements whose gradient is below NOISE times that mean are
+left out of the weights.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Stage:
     constants: Tensors
 
     def denominators(self, inputs: Mapping[str, Tensor], num_micro_batches: int) -> list[Tensor]:
-        """Loss targets in a whole batch, a scalar per denominator of the program; 1 where there are none."""
+        """Loss targets in a whole batch, a scalar per denominator of the program; 1 for none. Sums of weights stay as they are."""
         totals: list[Tensor] = []
         with torch.no_grad():
             for part in micro_batches(inputs, num_micro_batches):
@@ -51,7 +51,7 @@ class Stage:
                 if not counts:
                     return []
                 totals = [a + b for a, b in zip(totals, counts, strict=True)] if totals else list(counts)
-        return [total.clamp(min=1).to(torch.float32) for total in totals]
+        return [total.float() if total.is_floating_point() else total.clamp(min=1).float() for total in totals]
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,14 @@ def export(module: nn.Module, example: Mapping[str, object], quiet_modules: froz
 
 
 def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool) -> torch.export.ExportedProgram:
-    with _masks_as_when_run():
-        refuse_hooks(module)
-    with recorded_applications(module) as applications, no_new_hooks():
+    refuse_hooks(module)
+    with _masks_as_when_run(), no_new_hooks():
+        with recorded_applications(module) as applications:
             program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
         kept = own_backwards(applications)
         if not kept:
             return program
-        with opaque_functions(kept), no_new_hooks():
+        with opaque_functions(kept):
             return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
 
 

@@ -22,8 +22,12 @@ from meshwright.compiler.capture.source import FAILURES
 
 SMALL_SIZE = 32
 TOLERANCE = 1e-4
-SCALES = (1.0, 0.03)
+SCALES = (1.0, 0.03, 30.0)
 """Standard deviations of the random floating tensors tried; the second is for functions of a bounded domain."""
+GRADIENTS = (1.0, 1e-5, 1e5)
+"""Of the gradients that come in: a backward may clip large ones, or drop small ones."""
+WHOLE = 1 << 20
+"""Elements of an application's tensors up to which they are tried in their own sizes."""
 FILLS = (0, 1)
 """What integer and bool tensors are filled with: 0 is a valid index, 1 a mask that lets through."""
 
@@ -153,21 +157,23 @@ def own_backwards(applications: list[Application]) -> tuple[type[torch.autograd.
 def _is_plain(application: Application) -> bool:
     """Whether autograd through the forward gives what the Function's own backward gives."""
     errors: list[float] = []
-    for scale, fill in product(SCALES, FILLS):
+    for scale, fill, gradient in product(SCALES, FILLS, GRADIENTS):
         with contextlib.suppress(*FAILURES):
-            errors.append(_gradient_error(application, scale, fill))
+            errors.append(_gradient_error(application, scale, fill, gradient))
     worst = max(filter(math.isfinite, errors), default=math.inf)
     return worst <= TOLERANCE
 
 
-def _gradient_error(application: Application, scale: float, fill: int) -> float:
+def _gradient_error(application: Application, scale: float, fill: int, gradient: float) -> float:
     """The largest difference between its own gradients and those through its forward, relative to the largest gradient."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        sizes = sorted({s for item in application.arguments if isinstance(item, Shape) for s in item.sizes})
-        small = {size: min(size, SMALL_SIZE + sizes.index(size)) for size in sizes}
+        shapes = [item.sizes for item in application.arguments if isinstance(item, Shape)]
+        sizes = sorted({size for shape in shapes for size in shape})
+        whole = sum(math.prod(shape) for shape in shapes) <= WHOLE
+        small = {size: size if whole else min(size, SMALL_SIZE + sizes.index(size)) for size in sizes}
         arguments = [_example(item, small, scale, fill) for item in application.arguments]
-        own = _gradients(application.function.apply, arguments, None)
+        own = _gradients(application.function.apply, arguments, gradient)
         plain = _gradients(lambda *args: _forward(application.function, args), arguments, own[0])
     pairs = [(a.flatten(), b.flatten()) for a, b in zip(own[1], plain[1], strict=True)]
     if not pairs:
@@ -186,16 +192,17 @@ def _example(item: object, small: Mapping[int, int], scale: float, fill: int) ->
 
 
 def _gradients(
-    function: object, arguments: list[object], weights: list[torch.Tensor] | None
+    function: object, arguments: list[object], weights: list[torch.Tensor] | float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random weights of the results (made when None), and the gradients of the weighted results in every floating argument."""
+    """Weights of the results (random ones of a scale when it is a number), and the gradients of the weighted results in every floating
+    argument."""
     given = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
     assert callable(function)
     with torch.enable_grad():
         made = function(*given)
     made = made if isinstance(made, (tuple, list)) else [made]
     results = [r for r in made if isinstance(r, torch.Tensor) and r.requires_grad]
-    weights = weights if weights is not None else [torch.randn_like(r) for r in results]
+    weights = [weights * torch.randn_like(r) for r in results] if isinstance(weights, float) else weights
     leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
     gradients = torch.autograd.grad(results, leaves, weights, allow_unused=True)
     return weights, [torch.zeros_like(a) if g is None else g for g, a in zip(gradients, leaves, strict=True)]

@@ -229,7 +229,7 @@ def _ratio(graph: Graph, op: Op, denominator: Value) -> Term | None:
     if op.target != "aten.div.Tensor" or len(op.args) != 2 or not all(isinstance(item, Ref) for item in op.args):
         return None
     total, count = (_past_casts(graph, item.name) for item in op.args if isinstance(item, Ref))
-    if not _is_sum(graph, total) or not _is_sum(graph, count) or not _from_inputs(graph, graph.values[count]):
+    if not _is_row_sum(graph, total) or not _is_row_sum(graph, count) or not _from_inputs(graph, graph.values[count]):
         return None
     mean = replace(op.results[0], name=f"{op.name}_mean")
     return Term([Op("mw.token_mean", (op.args[0], Ref(denominator.name)), (), (mean,), op.module)], count, True)
@@ -242,9 +242,12 @@ def _past_casts(graph: Graph, name: str) -> str:
     return name
 
 
-def _is_sum(graph: Graph, name: str) -> bool:
+def _is_row_sum(graph: Graph, name: str) -> bool:
+    """Whether a value is a sum over everything, rows of the batch among it."""
     producer = graph.producers.get(name)
-    return producer is not None and graph.ops[producer].target == "aten.sum.default"
+    if producer is None or graph.ops[producer].target != "aten.sum.default":
+        return False
+    return any(BATCH in label for label in labels_of(batch_labels(graph), graph.values[graph.ops[producer].operands[0]]))
 
 
 def _micro_batch_mean(graph: Graph, op: Op, denominator: Value) -> Term:

@@ -37,7 +37,7 @@ class Mask:
 
 def fold_masks(graph: Graph, buffers: Mapping[str, torch.Tensor]) -> Graph:
     """Replaces the constant masks of attention ops. Levels must be assigned."""
-    masks: dict[str, Mask | None] = {}
+    masks: dict[tuple[str, tuple[int, ...]], Mask | None] = {}
     reduced: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -47,9 +47,10 @@ def fold_masks(graph: Graph, buffers: Mapping[str, torch.Tensor]) -> Graph:
         op = canonical_attention(op)
         mask = op.args[3]
         if isinstance(mask, Ref):
-            if mask.name not in masks:
-                masks[mask.name] = _classify(graph, mask.name, buffers)
-            found = masks[mask.name]
+            scores = tuple(graph.values[item.name].shape[-2] for item in op.args[:2] if isinstance(item, Ref))
+            if (mask.name, scores) not in masks:
+                masks[mask.name, scores] = _classify(graph, mask.name, scores, buffers)
+            found = masks[mask.name, scores]
             if found is not None and not (found.causal and op.args[5]):
                 op = _with_mask(graph, op, mask.name, found, reduced, ops)
         ops.append(op)
@@ -89,8 +90,8 @@ def _reduce(value: Value, mask: Mask, ops: list[Op]) -> str:
     return value.name
 
 
-def _classify(graph: Graph, name: str, buffers: Mapping[str, torch.Tensor]) -> Mask | None:
-    """What a mask says, or None when it is not a constant or too large to evaluate."""
+def _classify(graph: Graph, name: str, scores: tuple[int, ...], buffers: Mapping[str, torch.Tensor]) -> Mask | None:
+    """What a mask says of (queries, keys) scores, or None when it is not a constant or too large to evaluate."""
     producer = graph.producers.get(name)
     if producer is not None and graph.ops[producer].level is not Level.CONSTANT:
         return None
@@ -104,8 +105,7 @@ def _classify(graph: Graph, name: str, buffers: Mapping[str, torch.Tensor]) -> M
         return Mask(True, False, _varies(mask))
     if not bool(blocked.any()):
         return Mask(False, False, (False, False))
-    rows, columns = mask.shape[-2:]
-    causal = torch.ones(rows, columns, dtype=torch.bool).triu_(1)
+    causal = torch.ones(scores, dtype=torch.bool).triu_(1)
     if bool((blocked == causal).all()):
         return Mask(False, True, (False, False))
     return Mask(True, False, _varies(mask))

@@ -210,8 +210,12 @@ class _Conversion:
         """One ATen call: appends its Op and returns a Ref, or a list of Refs when there are several results."""
         target = str(node.target)
         fakes = node.meta.get("val")
+        if fakes is None and not says_nothing(target):
+            raise InputError(f"{_where(node)}: {target} gives no result, so what it does would be lost")
         if fakes is None or isinstance(fakes, (bool, int, float)):
             return fakes
+        if writes_unseen(node.target):
+            raise InputError(f"{_where(node)}: {target} writes into its arguments, which is not supported")
         module = _module_path(node) or self.inside
         results = list(fakes) if isinstance(fakes, (tuple, list)) else [fakes]
         if not all(isinstance(fake, torch.Tensor) for fake in results):
@@ -286,3 +290,25 @@ def _result_names(node: fx.Node, count: int) -> list[str]:
     if len(returns) == count and all(returns):
         return [f"{node.name}_{name}" for name in returns]
     return [f"{node.name}_part{i}" for i in range(count)]
+
+
+def _where(node: fx.Node) -> str:
+    """The model's line that made a node, or its module."""
+    return model_line(node) or _module_path(node) or "model"
+
+
+def says_nothing(target: str) -> bool:
+    """Whether an op without result only checks something: assertions on metadata, bounds of sizes, profiler marks."""
+    return packet_name(target).startswith(("_assert", "sym_constrain", "_record_function", "record_function"))
+
+
+def packet_name(target: str) -> str:
+    """"aten._assert_async.msg" -> "_assert_async"."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def writes_unseen(function: object) -> bool:
+    """Whether an op that is not torch's own writes into its arguments."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and not schema.name.startswith("aten::") and bool(schema.is_mutable)

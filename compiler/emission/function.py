@@ -21,11 +21,16 @@ from meshwright.compiler.rules.factors import Strategy
 from meshwright.plans.layout import I, Layout, R, Type, conversion
 from meshwright.plans.mesh import Mesh
 
+RESERVED = frozenset("rt w i index inputs constants received denominators buffers loss torch ops aten tp ep range float complex".split())
+"""Names that programs use for themselves."""
+
 
 def identifier(text: str) -> str:
     """A Python name for any text."""
     name = re.sub(r"\W", "_", text).strip("_") or "value"
-    return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
+    if name[0].isdigit():
+        return f"value_{name}"
+    return f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
 
 
 def function_name(kind: str) -> str:

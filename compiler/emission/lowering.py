@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, isinf
+from math import isfinite
 
 import torch
 
@@ -59,8 +59,10 @@ class Site:
 
 def literal(value: object) -> str:
     """Python text of a literal argument. ValueError for what has no text."""
-    if isinstance(value, float) and isinf(value):
-        return f'float("{"-" if value == -inf else ""}inf")'
+    if isinstance(value, float) and not isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):

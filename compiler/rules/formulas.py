@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import fields
 
 from meshwright.compiler.rules.factors import Call, Dims, Factors, Rule
+from meshwright.plans.errors import InputError
 
 LEAD, WHOLE = "...", "_"
 Terms = list[list[str]]
@@ -36,9 +37,22 @@ def formula(text: str, **options: object) -> Rule:
         terms = operand_terms[: len(call.operands)]
         lead = next((len(v.shape) - len(t) + 1 for t, v in zip(terms, call.operands, strict=False) if LEAD in t), 0)
         operands = tuple(spell(t, lead) for t in terms)
-        return Factors(operands, tuple(spell(t, lead) for t in result_terms), **given)  # type: ignore[arg-type]
+        results = tuple(spell(t, lead) for t in result_terms)
+        check_sizes(text, call, (*operands, *results))
+        return Factors(operands, results, **given)  # type: ignore[arg-type]
 
     return rule
+
+
+def check_sizes(text: str, call: Call, terms: tuple[Dims, ...]) -> None:
+    """InputError when one factor names dims of two sizes."""
+    if len(terms) != len(call.values) or any(len(n) != len(v.shape) for n, v in zip(terms, call.values, strict=True)):
+        return  # said by factors_of
+    sizes: dict[str, int] = {}
+    for names, value in zip(terms, call.values, strict=False):
+        for name, size in zip(names, value.shape, strict=False):
+            if name and sizes.setdefault(name, size) != size:
+                raise InputError(f"{call.op.target}: rule {text!r} gives dims of {sizes[name]} and {size} the same name {name}")
 
 
 def parsed(text: str) -> tuple[Terms, Terms]:

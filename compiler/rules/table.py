@@ -18,6 +18,7 @@ from meshwright.compiler.rules.formulas import formula
 from meshwright.compiler.rules.pointwise import BOTH, FIRST
 from meshwright.compiler.rules.reductions import along, picked, reduced
 from meshwright.compiler.rules.shapes import channel_blocks, trailing, whole_dims
+from meshwright.plans.errors import InputError
 
 ELEMENTWISE = """
 abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atan2 atanh bitwise_not bitwise_and.Scalar bitwise_and.Tensor
@@ -198,18 +199,22 @@ def register_rule(target: str, rule: Rule | str, **options: object) -> None:
         raise ValueError(f"op {target} has a rule already")
     if not isinstance(rule, str) and options:
         raise TypeError(f"op {target}: options {', '.join(options)} go with a formula; a function returns them in its Factors")
+    if not isinstance(rule, str) and not callable(rule):
+        raise TypeError(f"op {target}: the rule is a {type(rule).__name__}, expected a formula or a function of the Call")
     RULES[target] = formula(rule, **options) if isinstance(rule, str) else rule
 
 
 def factors_of(call: Call) -> Factors | None:
-    """The factors of a call, or None when its op has no rule. ValueError for a rule that does not fit the call."""
+    """The factors of a call, or None when its op has no rule. InputError for a rule that does not fit the call."""
     rule = rule_for(call.op.target)
     if rule is None:
         return None
     found = rule(call)
+    if not isinstance(found, Factors):
+        raise InputError(f"the rule of {call.op.target} gave {type(found).__name__}, expected Factors")
     named, ranks = tuple(map(len, found.dims)), tuple(len(v.shape) for v in call.values)
     if named != ranks or len(found.operands) != len(call.operands):
-        raise ValueError(
+        raise InputError(
             f"{call.op.module or 'model'}: the rule of {call.op.target} names {list(named)} dims of its operands and results; "
             f"they have {list(ranks)}"
         )
