@@ -355,3 +355,68 @@ def test_layers_entered_again_are_segments_of_their_own() -> None:
     assert [s.name for s in graph.segments] == ["layers.0", "layers.1", "layers.0@1", "layers.1@1", "head"]
     assert [s.prefix for s in graph.segments] == ["layers.0", "layers.1", "layers.0", "layers.1", ""]
     assert len({s.kind for s in graph.segments[1:4]}) == 1
+
+
+class Hooked(nn.Module):
+    """A gradient hook where `where` says."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where = nn.Linear(D, D), where
+        if where == "module":
+            self.inner.register_full_backward_hook(lambda *_: None)
+        if where == "parameter":
+            self.inner.weight.register_hook(lambda grad: grad / 2)
+
+    def forward(self, x: T) -> T:
+        h = self.inner(x)
+        if self.where == "tensor":
+            h.register_hook(lambda grad: grad.clamp(-1, 1))
+        return h.sum()
+
+
+@pytest.mark.parametrize(("where", "said"), [("module", "backward hook"), ("parameter", "gradient hook"), ("tensor", "on a tensor")])
+def test_hooks_that_change_gradients_are_refused(where: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        captured_graph(Hooked(where), x=torch.zeros(N, D))
+
+
+class Clipped(Straight):
+    """Its backward differs from the derivative for large gradients alone."""
+
+    @staticmethod
+    def forward(ctx: object, x: T) -> T:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: T) -> T:  # type: ignore[override]
+        return (grad * 2).clamp(-50, 50)
+
+
+def test_a_backward_that_clips_is_kept() -> None:
+    graph = captured_graph(Model(Clipped.apply), x=torch.zeros(N, D))
+    assert any(op.target == OWN_BACKWARD for op in graph.ops)
+
+
+def scaled_in_place(h: T) -> T:
+    copies = [h.clone()]
+    torch._foreach_mul_(copies, 2.0)
+    return copies[0]
+
+
+def test_an_op_without_result_is_refused() -> None:
+    with pytest.raises(InputError, match="gives no result, so what it does would be lost"):
+        captured_graph(Model(scaled_in_place), x=torch.zeros(N, D))
+
+
+def test_a_mask_that_broadcasts_over_queries_is_not_causal() -> None:
+    first = torch.zeros(1, 1, 1, D, dtype=torch.bool)
+    first[..., 0] = True
+
+    def attend(h: T) -> T:
+        q = h.view(N, 1, D, 1)
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=first.expand(1, 1, 1, D).clone()).flatten(1)
+
+    graph = captured_graph(Model(attend), x=torch.zeros(N, D))
+    op = next(op for op in graph.ops if "scaled_dot_product" in op.target)
+    assert op.args[3] is not None and not op.args[5]

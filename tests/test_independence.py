@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
 from meshwright.compiler.capture import capture
 from meshwright.compiler.independence import unproved_ops
@@ -49,3 +51,31 @@ class Contrasts(torch.nn.Module):
 def test_pairs_of_rows_are_said() -> None:
     plan = compile(Contrasts(), {"x": torch.ones(2, 8), "y": torch.ones(2, 8)}, micro_batch=2, global_batch=4)
     assert any("may mix rows of a batch" in note for note in plan.document.notes)
+
+
+class Rows(nn.Module):
+    """A language model of one linear, with a term or a layer that mixes rows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.how = nn.Embedding(16, 8), nn.Linear(8, 16), how
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        if self.how == "centred":
+            x = x - x.mean(0, keepdim=True)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        if self.how == "variance":
+            loss = loss + ((x - x.mean((0, 1))) ** 2).mean()
+        if self.how == "ratio":
+            loss = loss + (x.mean((0, 1)) ** 2).sum() / (labels > -1).sum()
+        if self.how == "energy":
+            loss = loss + (x**2).mean()
+        return loss
+
+
+@pytest.mark.parametrize(("how", "said"), [("plain", False), ("energy", False), ("centred", True), ("variance", True), ("ratio", True)])
+def test_statistics_of_rows_are_said(how: str, said: bool) -> None:
+    example = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
+    plan = compile(Rows(how), example=example, mesh="dp=2", seq=4, micro_batch=2, global_batch=8)
+    assert bool(plan.document.notes) is said, plan.document.notes

@@ -29,6 +29,8 @@ def canonical(
     target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor, count: int
 ) -> tuple[str, tuple[object, ...], dict[str, object]]:
     """One form for each thing that ATen says in several ways. `result` is the first of `count`."""
+    if not target.startswith("aten."):
+        return target, args, {k: v for k, v in kwargs.items() if not is_default_kwarg(k, v)}
     base = target.split(".")[1] if target.count(".") > 1 else target
     if base in ("to", "_to_copy", "type_as"):
         return "aten.to.dtype", (args[0], result.dtype), {}
@@ -55,7 +57,7 @@ def canonical(
 
 def written_arguments(target: str, args: tuple[object, ...]) -> tuple[object, ...]:
     """What an op writes into: an in-place op its first argument, a batch norm in training its running statistics."""
-    base = target.split(".")[1] if target.count(".") > 1 else target
+    base = target.split(".")[1] if target.startswith("aten.") else ""
     if base == "batch_norm" and len(args) > 5 and args[5] is True:
         return args[3:5]
     return args[:1] if base.endswith("_") and not base.endswith("__") else ()

@@ -27,7 +27,7 @@ SAME = frozenset({"alias", "to", "contiguous", "lift_fresh", "expand_as", "detac
 
 def is_in_place(target: str) -> bool:
     """aten.add_.Tensor, aten.copy_.default: an op packet that ends in one underscore (not aten.__and__)."""
-    packet = target.split(".")[1] if "." in target else target
+    packet = target.split(".")[1] if target.startswith("aten.") else ""
     return packet.endswith("_") and not packet.endswith("__")
 
 

@@ -41,7 +41,7 @@ def rebind(op: Op, names: Mapping[str, str]) -> Op:
 
 def packet(op: Op) -> str:
     """The `linear` of aten.linear.default."""
-    return op.target.split(".")[1]
+    return op.target.split(".")[1] if op.target.startswith("aten.") else op.target.replace(".", "_")
 
 
 # levels and gradients

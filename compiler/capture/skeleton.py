@@ -122,11 +122,12 @@ def _call_factory(source: ModelSource) -> Built:
     """Imports `package.module:factory` and calls it."""
     module_name, _, attribute = source.source.partition(":")
     try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise InputError(f"{source.source}: cannot import {module_name!r}: {error}") from error
-    except AttributeError as error:
-        raise InputError(f"{source.source}: module {module_name!r} has no {attribute!r}") from error
+        module = importlib.import_module(module_name)
+    except (*FAILURES, ImportError, SyntaxError, NameError) as error:
+        raise InputError(f"{source.source}: cannot import {module_name!r}: {first_line(error)}") from error
+    if not hasattr(module, attribute):
+        raise InputError(f"{source.source}: module {module_name!r} has no {attribute!r}")
+    factory = getattr(module, attribute)
     if not callable(factory):
         raise InputError(f"{source.source}: {attribute!r} is a {type(factory).__name__}, not a callable")
     try:
@@ -138,9 +139,9 @@ def _call_factory(source: ModelSource) -> Built:
         if len(made) != 2 or not isinstance(made[1], dict):
             raise InputError(f"{source.source}: expected nn.Module or (nn.Module, example_kwargs) from the factory")
         made, example = made
-    module = _ready(made, source)
-    config = getattr(module, "config", None)
-    return Built(module, example, config if isinstance(config, PretrainedConfig) else None)
+    built = _ready(made, source)
+    config = getattr(built, "config", None)
+    return Built(built, example, config if isinstance(config, PretrainedConfig) else None)
 
 
 def default_example(task: str, config: PretrainedConfig, micro_batch: int, seq: int) -> dict[str, object]:

@@ -238,7 +238,7 @@ def plain(site: Site) -> str:
     if op.target in INFIX and len(parts) == 2 and not op.kwargs:
         return f"{parts[0]} {INFIX[op.target]} {parts[1]}"
     parts += [f"{k}={site.render(v)}" for k, v in op.kwargs]
-    if op.target.split(".")[1] in FACTORIES:
+    if op.target.startswith("aten.") and op.target.split(".")[1] in FACTORIES:
         parts.append("device=rt.device")
     return called(op.target, parts)
 
@@ -283,7 +283,6 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
 
 def expression(site: Site) -> str:
     """Python text of one op."""
-    name = site.op.target.split(".")[1]
-    if name in RANDOM:
+    if site.op.target.startswith("aten.") and site.op.target.split(".")[1] in RANDOM:
         raise ValueError(f"op {site.op.target} in {site.op.module or 'the model'} draws random numbers; only dropout is supported")
     return LOWERINGS.get(site.op.target, plain)(site)
