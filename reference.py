@@ -84,8 +84,10 @@ def random_batch(signature: Signature, document: PlanDocument, seed: int = 0, ev
         elif getattr(torch, spec.dtype).is_floating_point:
             batch[spec.name] = torch.randn(shape, generator=random, dtype=getattr(torch, spec.dtype))
         else:
-            of_classes = len(shape) == 1 or (spec.name.endswith("labels") and not document.task.endswith("-lm"))
-            batch[spec.name] = torch.randint(0, CLASSES if of_classes else signature.vocab_size or CLASSES, shape, generator=random)
+            dtype = getattr(torch, spec.dtype)
+            few = dtype == torch.bool or len(shape) == 1 or (spec.name.endswith("labels") and not document.task.endswith("-lm"))
+            limit = CLASSES if few else signature.vocab_size or CLASSES
+            batch[spec.name] = torch.randint(0, limit, shape, generator=random).to(dtype)
     if "labels" in batch and batch["labels"].ndim == 2:
         batch["labels"] = with_ignored(batch["labels"], random, even)
     return batch

@@ -56,6 +56,12 @@ def test_even_batches_and_micro_batches() -> None:
     assert micro_batches_of_all(plan()) == [[0, 1, 4, 5], [2, 3, 6, 7]]  # dp rank 0 has rows 0 to 3
 
 
+def test_inputs_have_their_dtypes() -> None:
+    specs = tuple(InputSpec(name=dtype, shape=(2, 12), dtype=dtype) for dtype in ("bool", "int32", "float32"))
+    batch = random_batch(Signature(inputs=specs, parameters={}, vocab_size=50), plan())
+    assert all(str(x.dtype) == f"torch.{name}" for name, x in batch.items()) and batch["int32"].max() > 1
+
+
 def test_labels_of_classes_are_classes() -> None:
     assert set(batch_of("token-classification")["labels"].unique().tolist()) <= {-100, 0, 1}
 
