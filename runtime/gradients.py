@@ -152,7 +152,8 @@ class FlatParameters:
                 bucket.release()
 
     def finish(self, tied: Tied) -> None:
-        """The last backward has ended: completes the gradients that this rank owns."""
+        """The last backward has ended: completes the gradients that this rank owns, so that it may be updated."""
+        self.residency.settle()
         for bucket in self.buckets:
             if bucket.spec.num_shards > 1 and (bucket.has_gradients if bucket.zero == 3 else not bucket.is_done):
                 self._start_reduce(bucket)
