@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from meshwright.compiler.assignment import Assignment, Legal, OpClass, assign, legal_strategies
@@ -447,8 +447,12 @@ def dry_run_stage(plan_dir: Path, document: PlanDocument, signature: Signature, 
         p: (layouts[p].local_shape(signature.parameters[p].shape, document.mesh), signature.parameters[p].dtype)
         for p in program.parameters
     }
-    with safe_open(plan_dir / "model" / "buffers.safetensors", framework="pt") as buffers:
-        shapes = {n: (tuple(buffers.get_tensor(n).shape), dtype_name(buffers.get_tensor(n))) for n in buffers.keys()}  # noqa: SIM118
+    file = plan_dir / "model" / "buffers.safetensors"
+    try:
+        with safe_open(file, framework="pt") as buffers:
+            shapes = {n: (tuple(buffers.get_tensor(n).shape), dtype_name(buffers.get_tensor(n))) for n in buffers.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file}: cannot be read: {error}; compile again with --from") from None
     return dry_run(
         program,
         document.mesh,

@@ -66,3 +66,7 @@ def test_dropout_agrees_where_it_must_and_recomputation_repeats_it(tmp_path: os.
     assert abs(seen[0]["losses"][0] - seen[0]["losses"][1]) > 1e-4
     off: Trace = single(build("gpt2", layers=2), data)
     assert abs(off.losses[0] - seen[0]["losses"][0]) < 0.5
+
+
+def test_a_router_loss_is_exact_with_one_row_on_each_rank() -> None:
+    compare(build("mixtral", layers=2, output_router_logits=True), "dp=2", rows=2, micro_batch=1, steps=2)

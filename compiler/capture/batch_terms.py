@@ -60,8 +60,12 @@ def told(note: str, term: str) -> str:
 
 
 def batch_labels(graph: Graph) -> dict[str, Labels]:
-    """Which dims of every value run over rows of the batch; a joined dim does when a part of it does."""
-    labels: dict[str, Labels] = {v.name: label_inputs(v) for v in graph.inputs}
+    """Which dims of every value run over rows of the batch; a joined dim does when a part of it does.
+
+    In a graph of one row the tokens of the sequence stand for the batch: a view drops the dim of one, and what then goes over all tokens
+    goes over all rows.
+    """
+    labels: dict[str, Labels] = {v.name: rows_of(v) for v in graph.inputs}
     for op in graph.ops:
         call = Call(op, tuple(graph.values[name] for name in op.operands), op.results)
         labels.update(label_results(call, labels))
@@ -70,6 +74,14 @@ def batch_labels(graph: Graph) -> dict[str, Labels]:
             rank = len(op.results[0].shape)
             labels[op.name] = tuple(frozenset().union(*(p[d] for p in parts if len(p) == rank)) for d in range(rank))
     return labels
+
+
+def rows_of(value: Value) -> Labels:
+    """Labels of an input."""
+    found = label_inputs(value)
+    if len(found) > 1 and value.shape[0] == 1:
+        return (found[0], frozenset({BATCH}), *found[2:])
+    return found
 
 
 def unrecognised_terms(graph: Graph) -> tuple[str, ...]:

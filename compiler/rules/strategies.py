@@ -22,9 +22,6 @@ from meshwright.compiler.rules.factors import (
 from meshwright.compiler.rules.sections import SectionTable, Way, dim_parts, indivisible, ways
 from meshwright.plans.layout import I, P, R, Type, shard
 
-OWN_BACKWARD = "meshwright.autograd_function.default"
-"""An op with a backward of the model's own, which need not be linear in the gradient: ranks' parts of a gradient may not go through it."""
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -39,11 +36,14 @@ def strategies(
 ) -> tuple[tuple[Strategy, ...], tuple[Refusal, ...]]:
     """Every legal strategy of a call on an axis of `ranks` ranks, and the factors refused for their size.
 
+    An op that is not torch's and has no rule may have a backward of its own, not linear in the gradient: it runs whole, and ranks'
+    parts of a gradient do not go through it.
+
     `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
     """
     never_whole = factors is not None and ranks > 1 and bool(factors.always) and splits(call, factors, factors.always, ranks)
     found = [] if never_whole else [uniform(call, I, "")]
-    if not never_whole and call.op.target != OWN_BACKWARD:
+    if not never_whole and (factors is not None or call.op.target.startswith("aten.")):
         found.append(uniform(call, R, "R"))
     refused: list[Refusal] = []
     if factors is not None:
