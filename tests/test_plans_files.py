@@ -27,7 +27,7 @@ def test_dump_reads_back_and_reads_well() -> None:
     assert "# parameter storage: S(d) slice of dim d, I same everywhere, R same with partial gradients\nparameters:\n" in text
     assert "- layers: [embedding, 'model.layers.{0,1}']" in text or "- layers: [embedding, 'model.layers.{0..1}']" in text
     assert "devices" not in text
-    assert "decisions" not in text
+    assert "\ndecisions:" not in text
     assert max(map(len, text.splitlines())) <= 120
 
 
