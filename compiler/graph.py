@@ -88,6 +88,11 @@ class Op:
         return f"{results} = {self.target}({call})"
 
 
+def aten_packet(target: str) -> str:
+    """"aten.linear.default" -> "linear"; "" for an op that is not ATen's, whatever its name."""
+    return target.split(".")[1] if target.startswith("aten.") else ""
+
+
 def iter_refs(tree: object) -> Iterator[Ref]:
     """Refs of a nested args structure, in order."""
     if isinstance(tree, Ref):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.compiler.graph import Ref
+from meshwright.compiler.graph import Ref, aten_packet
 
 PLACEMENT = ("device", "layout", "pin_memory")
 SHAPE_ONLY = {
@@ -29,9 +29,7 @@ def canonical(
     target: str, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor, count: int
 ) -> tuple[str, tuple[object, ...], dict[str, object]]:
     """One form for each thing that ATen says in several ways. `result` is the first of `count`."""
-    if not target.startswith("aten."):
-        return target, args, {k: v for k, v in kwargs.items() if not is_default_kwarg(k, v)}
-    base = target.split(".")[1] if target.count(".") > 1 else target
+    base = aten_packet(target)
     if base in ("to", "_to_copy", "type_as"):
         return "aten.to.dtype", (args[0], result.dtype), {}
     if base in ("view_as", "reshape_as", "expand_as"):
@@ -57,7 +55,7 @@ def canonical(
 
 def written_arguments(target: str, args: tuple[object, ...]) -> tuple[object, ...]:
     """What an op writes into: an in-place op its first argument, a batch norm in training its running statistics."""
-    base = target.split(".")[1] if target.startswith("aten.") else ""
+    base = aten_packet(target)
     if base == "batch_norm" and len(args) > 5 and args[5] is True:
         return args[3:5]
     return args[:1] if base.endswith("_") and not base.endswith("__") else ()

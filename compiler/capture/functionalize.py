@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.compiler.graph import Graph, Op, Ref, Value, map_refs
+from meshwright.compiler.graph import Graph, Op, Ref, Value, aten_packet, map_refs
 from meshwright.plans.errors import InputError
 
 RESHAPES = frozenset({"view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten", "_unsafe_view", "view_as"})
@@ -27,7 +27,7 @@ SAME = frozenset({"alias", "to", "contiguous", "lift_fresh", "expand_as", "detac
 
 def is_in_place(target: str) -> bool:
     """aten.add_.Tensor, aten.copy_.default: an op packet that ends in one underscore (not aten.__and__)."""
-    packet = target.split(".")[1] if target.startswith("aten.") else ""
+    packet = aten_packet(target)
     return packet.endswith("_") and not packet.endswith("__")
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.compiler.graph import Graph, Level, Op, Ref, Value, map_refs
+from meshwright.compiler.graph import Graph, Level, Op, Ref, Value, aten_packet, map_refs
 from meshwright.plans.errors import InputError
 
 NO_GRADIENT = frozenset({"detach", "histc", "full", "arange", "bucketize", "one_hot", "isnan", "eye", "linspace"})
@@ -41,7 +41,7 @@ def rebind(op: Op, names: Mapping[str, str]) -> Op:
 
 def packet(op: Op) -> str:
     """The `linear` of aten.linear.default."""
-    return op.target.split(".")[1] if op.target.startswith("aten.") else op.target.replace(".", "_")
+    return aten_packet(op.target) or op.target.replace(".", "_")
 
 
 # levels and gradients

@@ -12,7 +12,7 @@ from math import isfinite
 
 import torch
 
-from meshwright.compiler.graph import Op, Ref
+from meshwright.compiler.graph import Op, Ref, aten_packet
 from meshwright.compiler.rules.factors import Call, Strategy
 from meshwright.compiler.rules.shapes import slice_window
 
@@ -238,7 +238,7 @@ def plain(site: Site) -> str:
     if op.target in INFIX and len(parts) == 2 and not op.kwargs:
         return f"{parts[0]} {INFIX[op.target]} {parts[1]}"
     parts += [f"{k}={site.render(v)}" for k, v in op.kwargs]
-    if op.target.startswith("aten.") and op.target.split(".")[1] in FACTORIES:
+    if aten_packet(op.target) in FACTORIES:
         parts.append("device=rt.device")
     return called(op.target, parts)
 
@@ -283,6 +283,6 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
 
 def expression(site: Site) -> str:
     """Python text of one op."""
-    if site.op.target.startswith("aten.") and site.op.target.split(".")[1] in RANDOM:
+    if aten_packet(site.op.target) in RANDOM:
         raise ValueError(f"op {site.op.target} in {site.op.module or 'the model'} draws random numbers; only dropout is supported")
     return LOWERINGS.get(site.op.target, plain)(site)
