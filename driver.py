@@ -37,13 +37,14 @@ from meshwright.compiler.experts import EP, Region, find_regions
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.recomputation import read_recomputed
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
 from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs, segment_parameters
 from meshwright.passes.state_memory import with_state_memory
-from meshwright.plans.document import Declaration, PlanDocument, validate
+from meshwright.plans.document import ALL, Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.layout import I, Layout, Type
 from meshwright.plans.mesh import Mesh
@@ -367,6 +368,9 @@ def write_document(
             name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(assignment, name)}
             for name, kind in kinds.by_name.items()
         },
+        "recomputed": [
+            {"segments": compress([s.name for s in kinds.graph.segments if s.prefix]), "regions": ALL, "frees": 0, "costs_s": 0.0}
+        ] if declared.recompute == "full" else [],
         "pinned": [*stage_pins(choice.stages, pricing, setting), *pin_names(kinds, chosen.pins)],
         "notes": [*captured.graph.notes, *chosen.notes],
         "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
@@ -403,7 +407,7 @@ def emit(kinds: Kinds, document: PlanDocument) -> dict[str, str]:
     legal = legal_strategies(kinds, AXIS, document.mesh.size(AXIS), document.sequence_parallel != "off", regions)
     assignment = assign(kinds, legal, types_on_axis(results), types_on_axis(parameters), regions)
     cut = tuple(tuple(s for s in kinds.graph.segments if s.name in set(names)) for names in document.stage_segments)
-    staging = Staging(assignment, document.mesh, cut)
+    staging = Staging(assignment, document.mesh, cut, read_recomputed(kinds, document.recomputed))
     return {program_name(k): emit_stage(staging, k) for k in range(len(cut))}
 
 
@@ -461,7 +465,6 @@ def dry_run_stage(plan_dir: Path, document: PlanDocument, signature: Signature, 
         {i.name: (i.shape, i.dtype) for i in signature.inputs},
         shapes,
         frozen=[p for p, spec in signature.parameters.items() if not spec.trainable],
-        recompute=document.recompute,
     )
 
 

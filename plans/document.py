@@ -194,6 +194,30 @@ class Kind(KindDeclaration):
     layouts: Mapping[str, ModuleLayouts]
 
 
+ALL = "all"
+"""`regions` of segments that are recomputed from beginning to end."""
+
+
+class RecomputedDeclaration(Frozen):
+    """Segments of which ops run again in the backward pass: regions of them, each a list of ops such as self_attn.softmax, or all.
+
+    frees     predicted bytes of one segment that autograd does not keep for it, per micro-batch and rank
+    costs_s   predicted seconds that it takes, per micro-batch
+    """
+
+    segments: Names
+    regions: Literal["all"] | Annotated[tuple[Names, ...], Field(strict=False, min_length=1)]
+    frees: int | None = None
+    costs_s: Seconds | None = None
+
+
+class Recomputed(RecomputedDeclaration):
+    """The same, with predictions."""
+
+    frees: int
+    costs_s: Seconds
+
+
 class Predicted(Frozen):
     """Predicted cost of a step. `bubble`: idle share of all ranks' time. `collectives`: seconds by collective."""
 
@@ -230,6 +254,7 @@ class Declaration(Frozen):
     stages: Annotated[tuple[StageDeclaration, ...], Field(strict=False)] | None = None
     parameters: Mapping[str, LayoutField] | None = None
     kinds: Mapping[str, KindDeclaration] | None = None
+    recomputed: Annotated[tuple[RecomputedDeclaration, ...], Field(strict=False)] | None = None
     pinned: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     notes: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     predicted: Predicted | None = None
@@ -278,6 +303,7 @@ class PlanDocument(Declaration):
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
     parameters: Mapping[str, LayoutField]
     kinds: Mapping[str, Kind]
+    recomputed: Annotated[tuple[Recomputed, ...], Field(strict=False)] = ()
     pinned: Annotated[tuple[str, ...], Field(strict=False)] = ()
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     predicted: Predicted

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from meshwright.plans.document import PlanDocument, validate
 from meshwright.plans.errors import InputError
+from meshwright.plans.patterns import expand_all
 from meshwright.plans.reading import read_plan, read_signature
 from meshwright.plans.signature import Signature
 from meshwright.plans.yaml_io import dump, load
@@ -40,6 +41,8 @@ def decisions_digest(document: PlanDocument) -> str:
     data = document.model_dump(mode="json", by_alias=True, include=_IN_PROGRAMS)
     data["stages"] = document.stage_segments
     data["parameters"] = {name: str(layout) for name, layout in document.parameter_layouts.items()}
+    if document.recomputed:
+        data["recomputed"] = {n: r.regions for r in document.recomputed for n in expand_all(r.segments)}
     return digest(json.dumps(data, sort_keys=True))
 
 

@@ -23,6 +23,7 @@ _OWNERS: Mapping[str, tuple[str, ...]] = {
     "stages": ("Stage", "StageDeclaration"),
     "stages.memory": ("Memory",),
     "kinds": ("Kind", "KindDeclaration"),
+    "recomputed": ("Recomputed", "RecomputedDeclaration"),
     "predicted": ("Predicted",),
 }
 """Models that hold the keys below a path of EXPECTED."""

@@ -26,6 +26,7 @@ COMMENTS: Mapping[str, str] = {
     "stages": "pipeline stages: segments in order, predicted seconds per micro-batch and bytes per rank",
     "parameters": "parameter storage: S(d) slice of dim d, I same everywhere, R same with partial gradients",
     "kinds": "layouts of results by module, or by op of a module; P partial sums; alike in all segments of a kind",
+    "recomputed": "ops that run again in the backward pass, what one segment and micro-batch frees and what that costs",
     "pinned": "decisions that were given, not chosen",
     "notes": "what could not be done as one would wish",
     "predicted": "predicted cost of a step",
@@ -70,7 +71,7 @@ def dump(document: PlanDocument) -> str:
     """Text of plan.yaml."""
     lines: list[str] = []
     for key, value in document.model_dump(mode="json", by_alias=True).items():
-        if value is None and key in _OMITTED_WHEN_NONE:
+        if (value is None and key in _OMITTED_WHEN_NONE) or (value == [] and key == "recomputed"):
             continue
         if key in COMMENTS:
             lines += ["", f"# {COMMENTS[key]}"] if lines else [f"# {COMMENTS[key]}"]

@@ -2,15 +2,21 @@
 
     rt.axis("tp")                   the rank's place on a mesh axis
     rt.seed(index, site, ("tp",))   seed of one dropout: layer index, site in the layer, axes that shard the tensor
-    rt.layer(fn, w, x, ...)         fn(rt, w, x, ...), recomputed in the backward pass when the plan says so
+    rt.layer(fn, w, x, ...)         fn(rt, w, x, ...): a layer
     rt.segment(fn, w, x, ...)       fn(rt, w, x, ...): a part of the model that is no layer
+    rt.recomputed_layer(fn, ...)    as rt.layer, and run again in the backward pass
+    rt.recompute(fn, w, x, ...)     fn(rt, w, x, ...), run again in the backward pass: some ops of a layer
     rt.device                       where constants are made
     w.at("model.layers.0.")["mlp.up_proj.weight"]
 
 A seed is a function of the plan's seed, step, micro-batch, data-parallel coordinate, coordinates on the sharded axes,
 index and site, mixed by splitmix64 (Steele et al., OOPSLA 2014). So ranks that hold the same tensor draw the same mask,
 ranks that hold different parts draw different ones, and recomputation repeats it. The engine sets `step` and
-`micro_batch` before each forward; a layer keeps those it ran with.
+`micro_batch` before each forward; what is recomputed keeps those it ran with.
+
+Of what is recomputed autograd keeps the tensors that it is called with, and nothing that is made inside (Chen et al., arXiv 1604.06174).
+It runs again when the first of the tensors that autograd would have kept is asked for; its collectives then run again too. All members
+of a group have the same programs, whose backwards have the same order, so they come to these collectives in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +34,6 @@ from meshwright.plans.mesh import AXES
 from meshwright.runtime.axes import Axis
 from meshwright.runtime.random import OFF
 
-RECOMPUTE = ("none", "full")
 MASK = (1 << 64) - 1
 Result = TypeVar("Result")
 
@@ -70,22 +75,18 @@ class Context:
         axes: Mapping[str, Axis],
         device: torch.device | str,
         seed: int = 0,
-        recompute: str = "none",
         dropout: bool = True,
     ) -> None:
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE)}")
         self.axes = dict(axes)
         self.device = torch.device(device)
         self.plan_seed = seed
-        self.recompute = recompute
         self.dropout = dropout
         self.step = 0
         self.micro_batch = 0
         self.segments: Segments | None = None
         """Told when a layer or another segment begins and ends."""
         self.on_keep: Callable[[Tensor], object] | None = None
-        """Told of each tensor that a recomputed layer keeps: autograd's hooks do not see those."""
+        """Told of each tensor that something recomputed keeps: autograd's hooks do not see those."""
 
     def axis(self, name: str) -> Axis:
         """The mesh axis `name`."""
@@ -103,15 +104,23 @@ class Context:
         return mix([*place, 0, index, site])
 
     def layer(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
-        """fn(rt, weights, *args); with recompute "full" autograd keeps its tensor arguments alone."""
+        """fn(rt, weights, *args)."""
+        return self._segment(lambda: fn(self, weights, *args))
+
+    def recomputed_layer(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
+        """fn(rt, weights, *args), of which autograd keeps the tensor arguments alone."""
+        return self._segment(lambda: self.recompute(fn, weights, *args))
+
+    def recompute(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
+        """The same for some ops of a layer."""
         here = copy.copy(self)
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._segment(lambda: fn(here, weights, *args))
+        if not torch.is_grad_enabled():
+            return fn(here, weights, *args)
         if self.on_keep is not None:
             for kept in args:
                 if isinstance(kept, Tensor):
                     self.on_keep(kept)
-        return self._segment(lambda: _recomputed(fn, here, weights, *args))
+        return _recomputed(fn, here, weights, *args)
 
     def segment(self, fn: Callable[..., Result], weights: Weights, *args: object) -> Result:
         """fn(rt, weights, *args)."""

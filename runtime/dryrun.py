@@ -89,7 +89,6 @@ def dry_run(
     buffers: Mapping[str, Spec],
     *,
     frozen: Collection[str] = (),
-    recompute: str = "none",
 ) -> DryReport:
     """Run `rank`'s program on fake tensors; `frozen` are the parameters that are not trained. See the module."""
     name = f"programs/{program_name(program.stage)}"
@@ -97,7 +96,7 @@ def dry_run(
     _check_given(name, "input", program.inputs, inputs)
     _check_given(name, "buffer", program.buffers, buffers)
     tally = Tally()
-    rt = Context(dry_axes(mesh, rank, tally), "cpu", recompute=recompute)
+    rt = Context(dry_axes(mesh, rank, tally), "cpu")
     with _quiet(), FakeTensorMode():
         weights = {p: _empty(parameters[p], p not in frozen) for p in program.parameters}
         given = {i: _empty(inputs[i]) for i in program.inputs}
@@ -107,6 +106,7 @@ def dry_run(
             counts = program.counts(rt, constants, given)
             denominators = tuple(count.to(torch.float32) for count in counts)
         saved = _Saved({t.untyped_storage()._cdata for t in (*weights.values(), *given.values(), *constants.values())})
+        rt.on_keep = saved.pack
         with _blamed(program, name), saved_tensors_hooks(saved.pack, lambda x: x):
             outputs = program.forward(rt, Weights(weights), constants, given, tuple(received.values()), denominators)
         roots = _check_outputs(name, outputs, program.sends)

@@ -91,7 +91,7 @@ class Engine:
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
         self._parameters.spread()
-        self._context = context = Context(self._axes, self.device, self.plan.seed, self.plan.recompute, dropout)
+        self._context = context = Context(self._axes, self.device, self.plan.seed, dropout)
         context.segments = self._parameters.residency if self._parameters.is_sharded else None
         self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters, timeout_s)
         self._optimizer = None if options is None else self._build_optimizer(options)

@@ -175,11 +175,11 @@ def test_dry_run(tmp_path: Path, recompute: str) -> None:
     mesh = Mesh(dp=8, tp=2, ep=4)
 
     def report(rank: int) -> DryReport:
-        program = load_program(toy_experts.stage_text(0, mesh), 0, tmp_path / "stage_0.py")
+        program = load_program(toy_experts.stage_text(0, mesh, recompute), 0, tmp_path / "stage_0.py")
         shapes = toy_experts.shapes().items()
         parameters = {n: (Layout.parse(toy_experts.layout(n)).local_shape(s, mesh), "float32") for n, s in shapes}
         inputs = {name: ((1, toy.SEQ), "int64") for name in ("input_ids", "labels")}
-        return dry_run(program, mesh, rank, parameters, inputs, {}, recompute=recompute)
+        return dry_run(program, mesh, rank, parameters, inputs, {})
 
     found = report(13)
     again = 4 if recompute == "full" else 0

@@ -78,9 +78,9 @@ Dry = Callable[..., DryReport]
 def dry(tmp_path: Path) -> Dry:
     """dry(text, rank, ...) of a program's text."""
 
-    def run(text: str, rank: int, recompute: str = "none") -> DryReport:
+    def run(text: str, rank: int) -> DryReport:
         program = load_program(text, 0, tmp_path / "stage_0.py")
-        return dry_run(program, MESH, rank, PARAMETERS, INPUTS, {"scale": ((1,), "float32")}, recompute=recompute)
+        return dry_run(program, MESH, rank, PARAMETERS, INPUTS, {"scale": ((1,), "float32")})
 
     return run
 
@@ -96,7 +96,7 @@ def test_dry_run_counts_collectives_and_saved_bytes(dry: Dry) -> None:
     }
     whole = 2 * 8 * 6 * 4
     assert report.num_bytes["tp", "all-gather", "backward"] == 5 * whole
-    recomputed = dry(FIRST, 1, "full")
+    recomputed = dry(FIRST.replace("rt.layer(", "rt.recomputed_layer("), 1)
     assert recomputed.calls["tp", "all-gather", "backward"] == 7
     assert 0 < recomputed.saved_bytes < report.saved_bytes
     assert torch.get_rng_state().equal(state)
@@ -146,7 +146,8 @@ def test_seeds_agree_where_the_tensor_is_the_same() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_layer_recomputes_with_the_seeds_it_ran_with(recompute: str) -> None:
-    rt = Context(dry_axes(Mesh(), 0), "cpu", recompute=recompute)
+    rt = Context(dry_axes(Mesh(), 0), "cpu")
+    call = rt.layer if recompute == "none" else rt.recomputed_layer
     calls: list[int] = []
 
     def layer(rt: Context, w: Weights, x: Tensor, index: int) -> Tensor:
@@ -157,20 +158,18 @@ def test_a_layer_recomputes_with_the_seeds_it_ran_with(recompute: str) -> None:
     weights = Weights({"layers.0.scale": torch.full((100,), 3.0, requires_grad=True)})
     outputs = []
     for rt.micro_batch in range(2):
-        outputs.append(rt.layer(layer, weights.at("layers.0."), x, 0))
+        outputs.append(call(layer, weights.at("layers.0."), x, 0))
     assert not outputs[0].equal(outputs[1])
     outputs[0].sum().backward()
     assert x.grad is not None and x.grad.equal(outputs[0] * 2)
     assert len(calls) == (2 if recompute == "none" else 3)
     with torch.no_grad():
-        assert rt.layer(layer, weights.at("layers.0."), x, 0).equal(outputs[1])
+        assert call(layer, weights.at("layers.0."), x, 0).equal(outputs[1])
     with pytest.raises(KeyError, match=r"no parameter layers\.0\.bias"):
         weights.at("layers.0.")["bias"]
 
 
 def test_bad_contexts_are_refused() -> None:
-    with pytest.raises(ValueError, match="recompute is 'some'; it is one of none, full"):
-        Context(dry_axes(Mesh(), 0), "cpu", recompute="some")
     with pytest.raises(ValueError, match="unknown mesh axis 'np'; the axes are pp, dp, cp, tp, ep"):
         Context(dry_axes(Mesh(), 0), "cpu").axis("np")
 

@@ -76,7 +76,7 @@ def layout(name: str, mesh: Mesh) -> str:
     return "S(1)@tp" if "down" in name else "S(0)@tp"
 
 
-def stage_text(stage: int, mesh: Mesh, stages: int) -> str:
+def stage_text(stage: int, mesh: Mesh, stages: int, recompute: str = "none") -> str:
     per_stage = LAYERS // stages
     layers = range(stage * per_stage, (stage + 1) * per_stage)
     first, last = stage == 0, stage == stages - 1
@@ -87,6 +87,7 @@ def stage_text(stage: int, mesh: Mesh, stages: int) -> str:
     hidden = (1, SEQ // mesh.tp, HIDDEN)
     boundary = (("h", hidden, "float32", True), ("first", hidden, "float32", True), ("pad", hidden[:2], "bool", False))
     seq = "S(1)" if mesh.tp > 1 else "I"
+    call = "layer" if recompute == "none" else "recomputed_layer"
     inputs = (("input_ids",) if first else ()) + (("labels",) if last else ())
     lines = [
         f'"""Stage {stage}."""',
@@ -118,7 +119,7 @@ def stage_text(stage: int, mesh: Mesh, stages: int) -> str:
         ]
     else:
         lines += ["    h, first, pad = received"]
-    lines += [f"    for i in range({layers.start}, {layers.stop}):", "        h = rt.layer(layer, w.at(f'layers.{i}.'), h)"]
+    lines += [f"    for i in range({layers.start}, {layers.stop}):", f"        h = rt.{call}(layer, w.at(f'layers.{{i}}.'), h)"]
     if last:
         lines += [
             "    h = h * w['scale'] + first.masked_fill(pad.unsqueeze(-1), 0)",
@@ -175,7 +176,7 @@ def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: s
     """A plan directory; its weights are beside it, in `weights`."""
     source = write_weights(directory.parent / "weights")
     stages = mesh.pp * SCHEDULES[schedule].chunks
-    programs = {f"stage_{stage}.py": stage_text(stage, mesh, stages) for stage in range(stages)}
+    programs = {f"stage_{stage}.py": stage_text(stage, mesh, stages, recompute) for stage in range(stages)}
     files = {"signature.json": signature().to_json().encode(), "config.json": json.dumps({}).encode()}
     save_plan_dir(directory, document(source, mesh, schedule, recompute, zero), programs, files)
     return directory

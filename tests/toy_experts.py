@@ -89,7 +89,7 @@ def layer(rt, w, h, z):
 '''
 
 
-def stage_text(stage: int, mesh: Mesh) -> str:
+def stage_text(stage: int, mesh: Mesh, recompute: str = "none") -> str:
     per_stage = LAYERS // mesh.pp
     layers = range(stage * per_stage, (stage + 1) * per_stage)
     first, last = stage == 0, stage == mesh.pp - 1
@@ -98,6 +98,7 @@ def stage_text(stage: int, mesh: Mesh) -> str:
     names += [n for n in shapes() if any(n.startswith(f"layers.{i}.") for i in layers)]
     boundary = (("h", (1, SEQ, HIDDEN), "float32", True), ("z", (), "float32", True))
     inputs = (("input_ids",) if first else ()) + (("labels",) if last else ())
+    call = "layer" if recompute == "none" else "recomputed_layer"
     lines = [
         "import torch",
         "from meshwright.runtime import ops",
@@ -114,7 +115,7 @@ def stage_text(stage: int, mesh: Mesh) -> str:
         "def forward(rt, w, constants, inputs, received, denominators):",
         "    h, z = ops.embedding(inputs['input_ids'], w['embed.weight']), torch.zeros(())" if first else "    h, z = received",
         f"    for i in range({layers.start}, {layers.stop}):",
-        "        h, z = rt.layer(layer, w.at(f'layers.{i}.'), h, z)",
+        f"        h, z = rt.{call}(layer, w.at(f'layers.{{i}}.'), h, z)",
     ]
     if last:
         lines += [
@@ -140,6 +141,6 @@ def write_plan(directory: Path, mesh: Mesh, schedule: str = "1f1b", recompute: s
     save_file(weights(), source / "model.safetensors")
     parameters = {name: Layout.parse(layout(name)) for name in shapes()}
     document = toy.document(source, mesh, schedule, recompute, zero).model_copy(update={"parameters": parameters})
-    programs = {f"stage_{stage}.py": stage_text(stage, mesh) for stage in range(mesh.pp)}
+    programs = {f"stage_{stage}.py": stage_text(stage, mesh, recompute) for stage in range(mesh.pp)}
     save_plan_dir(directory, document, programs, {"signature.json": signature().to_json().encode()})
     return directory

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.compiler.assignment import Assignment
 from meshwright.compiler.emission.columns import column_groups, column_of
 from meshwright.compiler.emission.lowering import Site, expression
+from meshwright.compiler.emission.regions import Body, numbers_of, read_statements
 from meshwright.compiler.experts import EP, Region
 from meshwright.compiler.graph import Graph, Op, Segment, Value
 from meshwright.compiler.kinds import Kinds, relative, short_name
@@ -91,11 +92,35 @@ class FunctionWriter:
         self.lookups = self.results_at(lambda region: region.bias_ops)
         self.entered = assignment.entry_types(kind)
         self.lines: list[str] = []
+        self.returned = ""
         self.sites = 0
         self.columns = column_groups(assignment, kind)
 
-    def text(self) -> str:
-        """The whole function."""
+    def text(self, name: str, regions: Sequence[Sequence[int]] = ()) -> str:
+        """The function under a name, behind those of its recomputed `regions` of op positions. Tangled when these wait for each other."""
+        body = self.body()
+        axes = (self.assignment.axis, EP)
+        functions: list[str] = []
+        lines = list(self.lines)
+        if regions:
+            found = [r for region in regions for r in body.split(body.grown(self.statements_of(body, region), self.movers(body)))]
+            functions, lines = body.fold(found, name, axes)
+        header = f"def {name}(rt, w, {''.join(e + ', ' for e in body.known[:-1])}index):"
+        words = {word for line in lines for word in re.split(r"\W", line.split("#")[0])}
+        bind = [f'{axis} = rt.axis("{axis}")' for axis in axes if axis in words]
+        whole = [f'"""{self.title()}"""', *bind, *lines, f"return {self.returned}"]
+        return "\n\n\n".join([*functions, "\n".join([header, *(f"    {line}" for line in whole)])])
+
+    def statements_of(self, body: Body, positions: Sequence[int]) -> frozenset[int]:
+        """Statements that make the results of ops."""
+        return numbers_of(body, [self.texts[r.name] for p in positions for r in self.graph.ops[self.segment.ops[p]].results])
+
+    def movers(self, body: Body) -> frozenset[int]:
+        """Statements that are no op's: conversions and such."""
+        return frozenset(range(len(body.statements))) - self.statements_of(body, range(len(self.segment.ops)))
+
+    def body(self) -> Body:
+        """The function's statements; they are written once."""
         externals = [self.external(name) for name in self.kinds.externals(self.segment)]
         module = ""
         for position, i in enumerate(self.segment.ops):
@@ -110,12 +135,8 @@ class FunctionWriter:
             else:
                 self.write(op, self.assignment.strategies[self.kind.name, position])
         results = [self.place(v.name, None) for v in self.kinds.result_values(self.segment)]
-        returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
-        header = f"def {function_name(self.kind.name)}(rt, w, {''.join(e + ', ' for e in externals)}index):"
-        words = {word for line in self.lines for word in re.split(r"\W", line.split("#")[0])}
-        bind = [f'{axis} = rt.axis("{axis}")' for axis in (self.assignment.axis, EP) if axis in words]
-        body = [f'"""{self.title()}"""', *bind, *self.lines, f"return {returned}"]
-        return "\n".join([header, *(f"    {line}" for line in body)])
+        self.returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        return Body(read_statements(self.lines), (*externals, "index"), tuple(results))
 
     def homes(self) -> dict[str, Region | None]:
         """The region that each value made here lies in; None for one whose rows are this rank's own."""

@@ -12,8 +12,8 @@ parameter (masks, positions, rotary tables) are made again in every stage that r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.compiler.assignment import Assignment
@@ -28,18 +28,23 @@ from meshwright.compiler.emission.function import (
 )
 from meshwright.compiler.graph import Graph, Level, Segment, Value
 from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.recomputation import NOTHING, Recomputation
 from meshwright.plans.layout import I, conversion
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress
 
+FunctionKey = tuple[str, tuple[tuple[int, ...], ...]]
+"""(kind, its recomputed regions)."""
+
 
 @dataclass(frozen=True)
 class Staging:
-    """A graph cut into stages: which segments each has, and which values cross."""
+    """A graph cut into stages: which segments each has, what of them is recomputed, and which values cross."""
 
     assignment: Assignment
     mesh: Mesh
     stages: tuple[tuple[Segment, ...], ...]
+    recomputed: Mapping[str, Recomputation] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -48,6 +53,25 @@ class Staging:
     @property
     def kinds(self) -> Kinds:
         return self.assignment.kinds
+
+    def recomputation(self, segment: Segment) -> Recomputation:
+        """What of a segment runs again in the backward pass."""
+        return self.recomputed.get(segment.name, NOTHING)
+
+    def functions(self, stage: int) -> dict[FunctionKey, str]:
+        """Names of a stage's functions: a kind's own, and numbered ones where regions of it are recomputed."""
+        found: dict[FunctionKey, str] = {}
+        count: dict[str, int] = {}
+        for segment in self.stages[stage]:
+            key = segment.kind, self.recomputation(segment).regions
+            if key in found:
+                continue
+            name = function_name(segment.kind)
+            if key[1]:
+                number = count[segment.kind] = count.get(segment.kind, 0) + 1
+                name += "_recomputing" if number == 1 else f"_recomputing_{number}"
+            found[key] = name
+        return found
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -150,7 +174,6 @@ def emit_stage(staging: Staging, stage: int) -> str:
     reads = stage_reads(staging, stage)
     segments = staging.stages[stage]
     names = compress([s.name for s in segments])
-    kinds = tuple(dict.fromkeys(s.kind for s in segments))
     last = stage + 1 == len(staging.stages)
     header = [
         f'"""Stage {stage} of {len(staging.stages)}: {", ".join(names)}. Emitted by meshwright; edit the plan, not this file."""',
@@ -167,7 +190,10 @@ def emit_stage(staging: Staging, stage: int) -> str:
         table("INPUTS", tuple(dict.fromkeys((*reads.inputs, *reads.count_inputs)))),
         table("BUFFERS", tuple(path for _, path in reads.buffers)),
     ]
-    functions = [FunctionWriter(staging.assignment, staging.mesh, kind).text() for kind in kinds]
+    functions = [
+        FunctionWriter(staging.assignment, staging.mesh, kind).text(name, regions)
+        for (kind, regions), name in staging.functions(stage).items()
+    ]
     parts = ["\n".join(header), constants_text(graph, staging.kinds, reads), counts_text(graph, staging.kinds, reads)]
     return "\n\n\n".join([*parts, *functions, ForwardWriter(staging, stage, reads).text()]) + "\n"
 
@@ -218,6 +244,7 @@ class ForwardWriter:
         self.graph, self.kinds = staging.graph, staging.kinds
         self.stage, self.reads = stage, reads
         self.segments = staging.stages[stage]
+        self.functions = staging.functions(stage)
         self.number = {s.name: i for i, s in enumerate(self.graph.segments)}
         self.texts: dict[str, str] = {}
         self.lines: list[str] = []
@@ -275,12 +302,13 @@ class ForwardWriter:
         return found
 
     def call(self, segment: Segment, arguments: list[str], prefix: str, index: str) -> str:
-        """Text of one call. Layers go through rt.layer, which may recompute them, other segments through rt.segment."""
-        name = function_name(segment.kind)
+        """Text of one call. Layers go through rt.layer or rt.recomputed_layer, other segments through rt.segment."""
+        recomputation = self.staging.recomputation(segment)
+        name = self.functions[segment.kind, recomputation.regions]
         tail = "".join(f"{a}, " for a in arguments)
-        if not segment.prefix:
-            return f"rt.segment({name}, w, {tail}{index})"
-        return f"rt.layer({name}, w.at({prefix}), {tail}{index})"
+        own = f"w.at({prefix})" if segment.prefix else "w"
+        verb = "recomputed_layer" if recomputation.whole else "layer" if segment.prefix else "segment"
+        return f"rt.{verb}({name}, {own}, {tail}{index})"
 
     def write_call(self, segment: Segment) -> None:
         results = self.kinds.result_values(segment)
@@ -328,6 +356,8 @@ class ForwardWriter:
         while start + length < len(self.segments):
             previous, following = self.segments[start + length - 1 : start + length + 1]
             if following.kind != first.kind or not first.prefix or not consecutive(previous.prefix, following.prefix):
+                break
+            if self.staging.recomputation(following) != self.staging.recomputation(first):
                 break
             found = self.link(previous, following)
             if found is None or (links is not None and found != links):
