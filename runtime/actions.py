@@ -7,6 +7,12 @@ An action prints as stage, kind and micro-batch, and parses back: `2F0` is the f
     SEND_F   outputs of the stage to the next stage       RECV_F   inputs of the stage from the previous stage
     SEND_B   gradients of the inputs to the previous      RECV_B   gradients of the outputs from the next stage
     REDUCE   sums of the stage's parameter gradients over ranks, after its last backward; has no micro-batch (`2REDUCE`)
+
+Where batches follow each other without a flush (runtime.endless) micro-batches are numbered on through them, and these have the
+number of a batch:
+
+    REDUCE   starts the batch's sums                      NORM     starts the sum of its loss and squared gradients over all ranks
+    UPDATE   waits for that, and makes the next version of the weights
 """
 
 from __future__ import annotations
@@ -27,21 +33,26 @@ class Kind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
+    NORM = "NORM"
+    UPDATE = "UPDATE"
 
 
-_TEXT = re.compile(r"(\d+)(F|B|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
+OF_BATCHES = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})
+"""What is done once for a batch."""
+
+_TEXT = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action; `micro_batch` is -1 for REDUCE."""
+    """One action; `micro_batch` is -1 for the REDUCE of a schedule of one batch."""
 
     stage: int
     kind: Kind
     micro_batch: int = -1
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or (self.micro_batch < 0) != (self.kind is Kind.REDUCE):
+        if self.stage < 0 or (self.micro_batch < 0 and self.kind is not Kind.REDUCE):
             raise ValueError(f"no such action: {self.kind.value} of stage {self.stage}, micro-batch {self.micro_batch}")
 
     def __str__(self) -> str:
@@ -51,7 +62,7 @@ class Action:
     def parse(cls, text: str) -> Action:
         """Action from its text; ValueError says what one looks like."""
         match = _TEXT.fullmatch(text.strip())
-        if match is None or (match[3] == "") != (match[2] == "REDUCE"):
+        if match is None or (match[3] == "" and match[2] != "REDUCE"):
             raise ValueError(f"action {text!r} is not STAGE KIND MICRO_BATCH, as in 2F0, 1SEND_B3 or 0REDUCE")
         return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else -1)
 

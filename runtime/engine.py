@@ -14,9 +14,11 @@ told by the traceback's last line, `error: rank R ...`, and ends this rank, upon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,19 +27,21 @@ from torch import Tensor
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import RANK_AXES
 from meshwright.plans.save import load_checked, load_programs
-from meshwright.runtime.actions import Schedule, split_backwards
+from meshwright.runtime.actions import Action, Schedule, split_backwards
 from meshwright.runtime.agreement import FailureReport, together
 from meshwright.runtime.batch import check_batch, flat_inputs
 from meshwright.runtime.buckets import Arrangement
 from meshwright.runtime.checkpoint import PARAMETERS, Saver, State, load_checkpoint
 from meshwright.runtime.checkpoint_files import Facts
 from meshwright.runtime.context import Context
-from meshwright.runtime.execution import StepExecution, StepRecord
+from meshwright.runtime.execution import StepRecord
 from meshwright.runtime.gathering import gather
 from meshwright.runtime.gradients import FlatParameters, clip_scale
 from meshwright.runtime.launch import choose_device, join_processes, place, tied_groups
 from meshwright.runtime.optimizer import Optimizer, OptimizerOptions, read_options
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.stages import RankStages
+from meshwright.runtime.stale import StaleSteps, Sums
 from meshwright.runtime.weight_copy import locate_weights
 from meshwright.runtime.weights import Reader, whole
 
@@ -55,6 +59,27 @@ class Metrics:
     step: int
 
 
+class LateMetrics(Metrics):
+    """Of a step without a flush (runtime.stale): `loss` waits for the batch's last stage when it is first read, on the rank that reads
+    it. `grad_norm` is that of the update which the step made, with the gradients of the batch before; 0 when it made none."""
+
+    def __init__(self, wait_for_loss: Callable[[], float], grad_norm: float, tokens: int, step: int) -> None:
+        for name, value in (("_wait", wait_for_loss), ("grad_norm", grad_norm), ("tokens", tokens), ("step", step)):
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def loss(self) -> float:
+        wait: Callable[[], float] = self.__dict__["_wait"]
+        return wait()
+
+
+class Doing(Protocol):
+    """What knows the action that a rank is at."""
+
+    @property
+    def action(self) -> Action | None: ...
+
+
 class NonFiniteError(ArithmeticError):
     """A step's loss or gradients have a NaN or an infinity. Raised on every rank, before the update."""
 
@@ -63,7 +88,10 @@ class Engine:
     """A rank of a plan. `optimizer` may be left out when nothing is trained; `device` defaults to this rank's GPU, else
     the CPU. A rank that waits longer than `timeout_s` for another gives up. Without `dropout` nothing is random.
     `learning_rate` may be set at any time; `data` says where the data goes on, and is saved and loaded. `peak_in_flight`: the most
-    (stage, micro-batch) pairs that activations were kept for."""
+    (stage, micro-batch) pairs that activations were kept for.
+
+    Under pipedream-2bw train_step returns while the batch is still under way; forward_backward, gradients, state_dict, save and load end it
+    first. A non-finite batch is reported by the call that ends it."""
 
     def __init__(
         self,
@@ -87,26 +115,36 @@ class Engine:
         layers = frozenset(name for names in self.plan.stage_segments for name in names)
         self._arrangement = Arrangement(self._placement, layers, self.plan.zero)
         self._counted = {p.name for p in self._placement.held if self._arrangement.counts(p, self.rank)}
-        self._parameters = FlatParameters(self._arrangement, self._axes, self.device)
+        self._versions = [FlatParameters(self._arrangement, self._axes, self.device)]
+        if self.plan.schedule == ASYNCHRONOUS:
+            self._versions += [FlatParameters(self._arrangement, self._axes, self.device, self._versions[0].frozen)]
+        self._parameters = self._graded = self._versions[0]
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
         self._parameters.spread()
         self._context = context = Context(self._axes, self.device, self.plan.seed, dropout)
         context.segments = self._parameters.residency if self._parameters.is_sharded else None
-        self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._parameters, timeout_s)
-        self._optimizer = None if options is None else self._build_optimizer(options)
+        self._stages = RankStages(directory, texts, self.plan, self._axes, context, self._versions, timeout_s)
+        self._take_versions()
+        self._optimizers = [] if options is None else self._build_optimizers(options)
+        self._optimizer = self._optimizers[0] if self._optimizers else None
+        self._stale = self._build_stale() if self.plan.schedule == ASYNCHRONOUS else None
         self.learning_rate = 0.0 if options is None else options.lr
         self._saver = Saver(self._arrangement)
         self._peak_activation_bytes = 0
+        self._num_updates, self._update_norm, self._rates = 0, 0.0, [0.0] * len(self._versions)
+        self._problem = ""
         self.peak_in_flight = 0
 
     def train_step(self, batch: Mapping[str, object]) -> Metrics:
         """Loss and gradients of a global batch, then one update; NonFiniteError, and no update, when they are not finite."""
         if self._optimizer is None:
             raise InputError('train_step needs an optimizer, as in Engine(plan_dir, {"name": "adamw", "lr": 1e-3})')
+        if self._stale is not None:
+            return self._stale_step(self._stale, batch)
         metrics = self.forward_backward(batch)
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
-            raise NonFiniteError(self._describe_non_finite(metrics))
+            raise NonFiniteError(self._describe_non_finite(self.step, metrics.loss, metrics.grad_norm))
         with self._reported("update"):
             scale = clip_scale(self._optimizer.options.clip, metrics.grad_norm)
             if scale != 1.0:
@@ -120,26 +158,77 @@ class Engine:
         """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions."""
         inputs = flat_inputs(batch)
         num_micro_batches = check_batch(inputs, self.plan, self.signature)
-        execution = self._stages.execution(inputs, num_micro_batches, self.step, record)
+        self._flush()
+        version = 0 if self._stale is None else self._stale.version
+        flat = self._graded = self._versions[version]
+        turn = self._stages.turn(inputs, num_micro_batches, self.step, version)
+        execution = self._stages.execution(turn, num_micro_batches)
         actions = self._stages.schedule(num_micro_batches)[self._placement.at["pp"]]
         with self._reported("forward and backward", execution):
-            self._parameters.begin(num_micro_batches, overlap=not split_backwards(actions))
-            execution.run(actions)
+            flat.begin(num_micro_batches, overlap=not split_backwards(actions))
+            execution.run(actions, record)
         self._peak_activation_bytes = max(self._peak_activation_bytes, execution.peak_saved_bytes)
         self.peak_in_flight = max(self.peak_in_flight, execution.peak_in_flight)
         with self._reported("gradient sums"):
-            self._parameters.finish(self._tied)
-            loss, square = self._sum_over_ranks(execution.loss)
-        tokens = inputs[self.signature.inputs[0].name].numel()
-        return Metrics(loss, math.sqrt(square), tokens, self.step)
+            flat.finish(self._tied)
+            loss, square = self._start_sums(flat, turn.loss)()
+        return Metrics(loss, math.sqrt(square), self._num_tokens(inputs), self.step)
+
+    def _stale_step(self, stale: StaleSteps, batch: Mapping[str, object]) -> Metrics:
+        """A batch without a flush after it; the update is that of the batch before."""
+        inputs = flat_inputs(batch)
+        num_micro_batches = check_batch(inputs, self.plan, self.signature)
+        self._rates[stale.version], self._update_norm = self.learning_rate, 0.0
+        with self._reported("forward and backward", stale):
+            turn = stale.step(inputs, num_micro_batches, self.step)
+            loss = self._start_sum(self._counted_loss(turn.loss)[None])
+        self.peak_in_flight = max(self.peak_in_flight, stale.peak_in_flight)
+        self._peak_activation_bytes = max(self._peak_activation_bytes, stale.peak_saved_bytes)
+        self.step += 1
+        self._raise_problem()
+        return LateMetrics(lambda: loss()[0], self._update_norm, self._num_tokens(inputs), self.step)
+
+    def _stale_update(self, version: int, step: int, loss: float, square: float) -> None:
+        """W(t+1) = W(t) - lr g_t on a version, from the other; with gradients that are not finite W(t+1) = W(t)."""
+        flat, norm = self._versions[version], math.sqrt(square)
+        flat.take_values(self._parameters)
+        self._parameters = self._graded = flat
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._problem = self._describe_non_finite(step, loss, norm)
+            self.step -= 1
+            return
+        optimizer = self._optimizers[version]
+        scale = clip_scale(optimizer.options.clip, norm)
+        if scale != 1.0:
+            flat.scale_gradients(scale)
+        optimizer.set_num_steps(self._num_updates)
+        optimizer.step(self._rates[version])
+        self._num_updates, self._update_norm = self._num_updates + 1, norm
+
+    def _flush(self) -> None:
+        """Ends the batch that is under way."""
+        if self._stale is not None:
+            with self._reported("forward and backward", self._stale):
+                self._stale.flush()
+            self._raise_problem()
+
+    def _raise_problem(self) -> None:
+        problem, self._problem = self._problem, ""
+        if problem:
+            raise NonFiniteError(problem)
+
+    def _num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
+        return inputs[self.signature.inputs[0].name].numel()
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole FP32 gradients by the model's parameter names on rank 0, {} elsewhere; after train_step, as clipped."""
+        self._flush()
         with self._reported("gathering gradients"):
-            return gather(self._arrangement, self._parameters.gradient_parts(), trainable_only=True)
+            return gather(self._arrangement, self._graded.gradient_parts(), trainable_only=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters by the model's names on rank 0, {} elsewhere; tied ones under all names, unused ones too."""
+        self._flush()
         with self._reported("gathering parameters"):
             found = gather(self._arrangement, self._parameter_parts())
         if self.rank == 0:
@@ -151,6 +240,7 @@ class Engine:
         """Writes parameters, optimizer state, step and `data` to a new folder in a directory that all ranks see, then removes all
         but the newest `keep` checkpoints there. Without `wait` it is written while training goes on; the next save and
         wait_saved wait for it."""
+        self._flush()
         with self._reported("saving"):
             unused = self._unused() if self.rank == 0 else {}
             self._saver.start(Path(directory), self._state(), unused, self._facts(), keep, copy=not wait)
@@ -164,19 +254,22 @@ class Engine:
 
     def load(self, directory: str | Path) -> None:
         """Goes on from the newest checkpoint in a directory, of any plan of the same model."""
+        self._flush()
         with self._reported("loading"):
             facts = load_checkpoint(Path(directory), self._arrangement, self._state(), self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)
+        self._take_versions()
         self.step, self.data = facts.step, dict(facts.data)
+        self._num_updates = facts.step
         self._context.plan_seed = facts.seed
         if self._optimizer is not None:
             self._optimizer.set_num_steps(facts.step)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer and activations."""
-        now, peak = self._parameters.memory()["now"], self._parameters.memory()["peak"]
+        now, peak = (_summed([flat.memory()[when] for flat in self._versions]) for when in ("now", "peak"))
         optimizer = self._optimizer.num_bytes if self._optimizer else 0
         active, most = 0, self._peak_activation_bytes
         if self.device.type == "cuda":
@@ -228,10 +321,23 @@ class Engine:
         frozen = {name: tensor.view(-1) for name, tensor in self._parameters.frozen.items()}
         return {**self._parameters.parts(), **frozen}
 
-    def _build_optimizer(self, options: OptimizerOptions) -> Optimizer:
+    def _build_optimizers(self, options: OptimizerOptions) -> list[Optimizer]:
+        """One for each version, with the same states."""
         options.check_groups([name for name, p in self._placement.parameters.items() if p.trainable])
-        chunks = self._parameters.chunks(options.group_of)
-        return Optimizer(options, chunks, self._parameters.num_own, self.device)
+        found: list[Optimizer] = []
+        for flat in self._versions:
+            states = found[0].states if found else None
+            found.append(Optimizer(options, flat.chunks(options.group_of), flat.num_own, self.device, states))
+        return found
+
+    def _build_stale(self) -> StaleSteps:
+        return StaleSteps(self._stages, self._axes["pp"], self._tied, self._start_sums, self._stale_update)
+
+    def _take_versions(self) -> None:
+        """All versions are as the newest."""
+        for flat in self._versions:
+            if flat is not self._parameters:
+                flat.take_values(self._parameters)
 
     def _read_weights(self) -> None:
         with Reader() as reader:
@@ -240,24 +346,41 @@ class Engine:
                 start = self._arrangement.portion(parameter, self.rank)[0] if parameter.trainable else 0
                 reader.read_portion(part, name, self._source.pieces[name], self._placement.ranges(parameter), start)
 
-    def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
-        """Global loss and squared gradient norm: bitwise the same on every rank."""
-        square = self._parameters.square_sum(self._counted)
-        both = torch.stack([loss if self._axes["tp"].index == 0 else torch.zeros_like(loss), square])
-        if self.plan.mesh.world_size > 1:
-            dist.all_reduce(both)
-        total_loss, total_square = both.tolist()
-        return total_loss, total_square
+    def _start_sums(self, flat: FlatParameters, loss: Tensor) -> Sums:
+        """Global loss and squared gradient norm, when they are asked for: bitwise the same on every rank."""
+        wait = self._start_sum(torch.stack([self._counted_loss(loss), flat.square_sum(self._counted)]))
 
-    def _describe_non_finite(self, metrics: Metrics) -> str:
+        def both() -> tuple[float, float]:
+            total_loss, total_square = wait()
+            return total_loss, total_square
+
+        return both
+
+    def _start_sum(self, values: Tensor) -> Callable[[], list[float]]:
+        """Starts to add up a vector over all ranks; what is returned waits."""
+        work = dist.all_reduce(values, async_op=True) if self.plan.mesh.world_size > 1 else None
+
+        def wait() -> list[float]:
+            if work is not None:
+                work.wait()
+            found: list[float] = values.tolist()
+            return found
+
+        return wait
+
+    def _counted_loss(self, loss: Tensor) -> Tensor:
+        """What this rank adds to the global loss."""
+        return loss if self._axes["tp"].index == 0 else torch.zeros_like(loss)
+
+    def _describe_non_finite(self, step: int, loss: float, norm: float) -> str:
         """Where the first NaN or infinity is, the same on every rank."""
-        found = sorted(name for name, part in self._parameters.gradient_parts().items() if not part.isfinite().all())
+        found = sorted(name for name, part in self._graded.gradient_parts().items() if not part.isfinite().all())
         everyone: list[list[str]] = [[]] * self.plan.mesh.world_size
         dist.all_gather_object(everyone, found[:1])
         where = next((f"; rank {rank} has one in the gradient of {names[0]}" for rank, names in enumerate(everyone) if names), "")
-        return f"step {self.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}{where}; nothing was updated"
+        return f"step {step}: loss {loss}, gradient norm {norm}{where}; nothing was updated"
 
-    def _reported(self, doing: str, execution: StepExecution | None = None) -> FailureReport:
+    def _reported(self, doing: str, execution: Doing | None = None) -> FailureReport:
         at = ",".join(f"{axis}={self._placement.at[axis]}" for axis in RANK_AXES)
 
         def describe() -> str:
@@ -265,3 +388,8 @@ class Engine:
             return f"rank {self.rank} ({at}), step {self.step}, {doing}{action}"
 
         return FailureReport(describe)
+
+
+def _summed(parts: list[dict[str, int]]) -> dict[str, int]:
+    """Sums by key."""
+    return {name: sum(part[name] for part in parts) for name in parts[0]}

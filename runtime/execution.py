@@ -1,4 +1,4 @@
-"""One rank's part of a step: the actions of its schedule, interpreted.
+"""One rank's part of a step, or of steps without an end: the actions of its schedule, interpreted.
 
 A forward keeps, per stage and micro-batch, what its backward needs: the received tensors (leaves that collect a gradient) and the
 gradient edges of the outputs. The outputs themselves live only until they have been sent, or until the next stage of the same
@@ -11,7 +11,7 @@ other saved tensors are freed. What is in flight is counted, and compared with t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.runtime.actions import Action, Actions, Kind, StageRanks
+from meshwright.runtime.actions import OF_BATCHES, Action, Actions, Kind, StageRanks
 from meshwright.runtime.batch import micro_batches
 from meshwright.runtime.context import Context, Weights
 from meshwright.runtime.gradients import FlatParameters
@@ -62,6 +62,22 @@ class Feed:
     denominators: Sequence[Tensor]
 
 
+@dataclass
+class Turn:
+    """A batch on this rank: the stages with the weights that it runs on, what they read, and its loss.
+
+    flat    those weights, which are told of forwards and backwards
+    step    for random numbers
+    loss    FP64 sum of this rank's micro-batches (0 on ranks without the last stage)
+    """
+
+    stages: Mapping[int, Stage]
+    flat: FlatParameters
+    feeds: Mapping[int, Feed]
+    step: int
+    loss: Tensor
+
+
 @dataclass(frozen=True)
 class InFlight:
     """A micro-batch between its forward and its backward."""
@@ -88,48 +104,55 @@ class StepRecord:
 
 
 class StepExecution:
-    """Runs the actions of one step.
+    """Runs actions of one batch, or of several.
 
-    stage_ranks   pp coordinate of every stage; those of `stages` are this rank's
-    split         the backwards whose weight gradients are a W
-    flat          the parameters, which are told of forwards and backwards
-    loss          FP64 sum of this rank's micro-batches (0 on ranks without the last stage)
+    context             the rank's
+    turns               the batches under way: micro-batch i is number i mod `num_micro_batches` of turns[i // num_micro_batches]
+    stage_ranks         pp coordinate of every stage; those of a turn's stages are this rank's
+    split               the backwards whose weight gradients are a W
+    on_batch            does what is done once for a batch (REDUCE, NORM, UPDATE); None when the caller does
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        context: Context,
+        turns: list[Turn],
+        num_micro_batches: int,
         stage_ranks: StageRanks,
         split: frozenset[Key],
         deferral: Deferral,
-        flat: FlatParameters,
         transfers: Transfers,
-        feeds: Mapping[int, Feed],
-        saved: SavedBytes | None,
-        record: StepRecord | None = None,
+        saved: SavedBytes | None = None,
+        on_batch: Callable[[Action], None] | None = None,
     ) -> None:
-        self._stages, self._stage_ranks, self._split = stages, stage_ranks, split
-        self._deferral, self._flat, self._transfers, self._feeds = deferral, flat, transfers, feeds
-        self._saved, self._record = saved, record
-        self._context = next(iter(stages.values())).context
-        self._context.on_keep = None if saved is None else saved.keep
+        self.turns, self._num_micro_batches, self._stage_ranks, self._split = turns, num_micro_batches, stage_ranks, split
+        self._deferral, self._transfers, self._on_batch = deferral, transfers, on_batch
+        self._context = context
+        self._record: StepRecord | None = None
+        self.watch(saved)
         self._in_flight: dict[Key, InFlight] = {}
         self._weight_work: dict[Key, list[Work]] = {}
         self._made: dict[Action, list[Tensor]] = {}
         self._ready_s = 0.0
-        self.loss = torch.zeros((), dtype=torch.float64, device=self._context.device)
         self.action: Action | None = None
         self.peak_in_flight = 0
 
-    def run(self, actions: Actions) -> None:
-        """All actions; gradients are summed over ranks by the caller."""
+    def watch(self, saved: SavedBytes | None) -> None:
+        """What autograd keeps is counted there from now on, or no longer."""
+        self._saved = saved
+        self._context.on_keep = None if saved is None else saved.keep
+
+    def run(self, actions: Actions, record: StepRecord | None = None, to_the_end: bool = True) -> None:
+        """All actions. `to_the_end`: nothing follows, so what was sent is waited for."""
+        self._record = record
         for action in actions:
             self.action = action
-            if self._record is None:
+            if record is None:
                 self._do(action)
             else:
-                self._do_timed(action, self._record)
-        self._transfers.drain()
+                self._do_timed(action, record)
+        if to_the_end:
+            self._transfers.drain()
 
     def _do_timed(self, action: Action, record: StepRecord) -> None:
         start = self._ready_s = time.perf_counter()
@@ -151,13 +174,19 @@ class StepExecution:
             case Kind.SEND_F | Kind.SEND_B:
                 kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
                 self._transfers.send(action, self._made.pop(Action(action.stage, kind, action.micro_batch)))
-            case Kind.REDUCE:
-                pass
+            case _ if self._on_batch is not None:
+                assert action.kind in OF_BATCHES
+                self._on_batch(action)
 
     @property
     def peak_saved_bytes(self) -> int:
         """Largest amount that autograd kept, if it was watched."""
         return 0 if self._saved is None else self._saved.peak
+
+    def _turn(self, action: Action) -> tuple[Turn, int]:
+        """The batch of an action, and its micro-batch there."""
+        turn, micro_batch = divmod(action.micro_batch, self._num_micro_batches)
+        return self.turns[turn], micro_batch
 
     @property
     def _num_stages(self) -> int:
@@ -179,24 +208,25 @@ class StepExecution:
             self._made[reader if here else action] = tensors
 
     def _forward(self, action: Action) -> None:
-        key, stage, feed = (action.stage, action.micro_batch), self._stages[action.stage], self._feeds[action.stage]
+        turn, micro_batch = self._turn(action)
+        key, stage, feed = (action.stage, action.micro_batch), turn.stages[action.stage], turn.feeds[action.stage]
         received = self._received(action)
         for tensor, boundary in zip(received, stage.program.receives, strict=True):
             tensor.requires_grad_(boundary.requires_grad)
-        self._context.micro_batch = action.micro_batch
-        self._flat.residency.before_forward(action.stage)
+        self._context.step, self._context.micro_batch = turn.step, micro_batch
+        turn.flat.residency.before_forward(action.stage)
         with self._watch(key):
             outputs = stage.program.forward(
                 self._context,
                 stage.weights,
                 stage.constants,
-                feed.inputs[action.micro_batch] if feed.inputs else {},
+                feed.inputs[micro_batch] if feed.inputs else {},
                 received,
                 feed.denominators,
             )
-        self._flat.residency.after_forward()
+        turn.flat.residency.after_forward()
         if action.stage + 1 == self._num_stages:
-            self.loss += outputs[0].detach()
+            turn.loss += outputs[0].detach()
             roots = outputs
         else:
             self._keep(action, [output.detach() for output in outputs])
@@ -214,13 +244,14 @@ class StepExecution:
         if action.stage + 1 == self._num_stages:
             gradients = [torch.ones((), device=self._context.device) for _ in flight.roots]
         pairs = [(root, g) for root, g in zip(flight.roots, gradients, strict=True) if root is not None]
-        self._flat.before_backward(action.stage)
+        flat = self._turn(action)[0].flat
+        flat.before_backward(action.stage)
         none: list[Work] = []
         collecting: AbstractContextManager[list[Work]] = self._deferral.collecting() if key in self._split else nullcontext(none)
         with collecting as work:
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-        self._flat.after_backward()
+        flat.after_backward()
         if key in self._split:
             self._weight_work[key] = work
         else:

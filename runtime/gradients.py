@@ -54,16 +54,25 @@ class Chunk:
 
 
 class FlatParameters:
-    """The parameters of one rank. `tensors` are what programs get, by name."""
+    """The parameters of one rank. `tensors` are what programs get, by name. `frozen` ones may be shared with other versions."""
 
-    def __init__(self, arrangement: Arrangement, axes: Mapping[str, Axis], device: torch.device) -> None:
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        axes: Mapping[str, Axis],
+        device: torch.device,
+        frozen: dict[str, Tensor] | None = None,
+    ) -> None:
         self.arrangement, self._axes = arrangement, axes
         placement = arrangement.placement
         self.gathered, self.staged = Amount(), Amount()
         self.buckets = tuple(
             FlatBucket(spec, axes[spec.axis], arrangement.zero, device, self.gathered, self._on_fired) for spec in arrangement.own
         )
-        self.frozen = {p.name: torch.zeros(placement.local_shape(p), device=device) for p in placement.held if not p.trainable}
+        self._owns_frozen = frozen is None
+        if frozen is None:
+            frozen = {p.name: torch.zeros(placement.local_shape(p), device=device) for p in placement.held if not p.trainable}
+        self.frozen = frozen
         self.residency = Residency(self.buckets, self.frozen, self.staged)
         leaves = {name: leaf for bucket in self.buckets for name, leaf in bucket.leaves.items()}
         self.is_sharded = any(bucket.zero for bucket in self.buckets)
@@ -85,7 +94,8 @@ class FlatParameters:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of parameters and gradients, now and at their peak."""
-        values = sum(b.value_bytes for b in self.buckets) + sum(x.nbytes for x in self.frozen.values())
+        frozen = sum(x.nbytes for x in self.frozen.values()) if self._owns_frozen else 0
+        values = sum(b.value_bytes for b in self.buckets) + frozen
         gradients = sum(b.gradient_bytes for b in self.buckets)
         return {
             "now": {"parameters": values + self.gathered.now, "gradients": gradients + self.staged.now},
@@ -153,6 +163,10 @@ class FlatParameters:
 
     def finish(self, tied: Tied) -> None:
         """The last backward has ended: completes the gradients that this rank owns, so that it may be updated."""
+        self.start_finish(tied)()
+
+    def start_finish(self, tied: Tied) -> Callable[[], None]:
+        """The same; what is returned waits for the sums of tied parameters, which other stages may be late for."""
         self.residency.settle()
         for bucket in self.buckets:
             if bucket.spec.num_shards > 1 and (bucket.has_gradients if bucket.zero == 3 else not bucket.is_done):
@@ -161,11 +175,19 @@ class FlatParameters:
         self._sum_over(self._axes["cp"], [bucket.own_gradients for bucket in self.buckets])
         for name in LAYOUT_AXES:
             self._sum_over(self._axes[name], self._own_runs(lambda p, name=name: p.layout.on(name).kind == "R"))  # type: ignore[misc]
-        for stages, group in sorted(tied.items(), key=lambda item: item[0]):
-            works = [dist.all_reduce(b.own_gradients, group=group, async_op=True) for b in self.buckets if b.spec.stages == stages]
+        works = [
+            dist.all_reduce(b.own_gradients, group=group, async_op=True)
+            for stages, group in sorted(tied.items(), key=lambda item: item[0])
+            for b in self.buckets
+            if b.spec.stages == stages
+        ]
+
+        def wait() -> None:
             for work in works:
                 if work is not None:
                     work.wait()
+
+        return wait
 
     def square_sum(self, counted: Collection[str]) -> Tensor:
         """FP64 scalar: squares of the gradients of this rank's share of the parameters named."""
@@ -192,6 +214,11 @@ class FlatParameters:
         if of is None:
             self.updated()
             self.residency.settle()
+
+    def take_values(self, other: FlatParameters) -> None:
+        """The values of another version of the same parameters."""
+        for bucket, theirs in zip(self.buckets, other.buckets, strict=True):
+            bucket.own_values.copy_(theirs.own_values)
 
     def updated(self) -> None:
         """What this rank owns was updated."""

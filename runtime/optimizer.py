@@ -117,12 +117,20 @@ def _betas(value: object) -> tuple[float, float]:
 
 
 class Optimizer:
-    """Updates the values of `chunks`, of `num_own` elements in all. `states` by name: flat, zero at first."""
+    """Updates the values of `chunks`, of `num_own` elements in all. `states` by name: flat, zero at first, unless they are given,
+    to be shared."""
 
-    def __init__(self, options: OptimizerOptions, chunks: Sequence[Chunk], num_own: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: OptimizerOptions,
+        chunks: Sequence[Chunk],
+        num_own: int,
+        device: torch.device,
+        states: dict[str, Tensor] | None = None,
+    ) -> None:
         self.options = options
         names = STATES[options.name] if options.values.get("momentum", 1.0) else ()
-        self.states: dict[str, Tensor] = {name: torch.zeros(num_own, device=device) for name in names}
+        self.states = {name: torch.zeros(num_own, device=device) for name in names} if states is None else states
         self._steps: list[Tensor] = []
         self._torch = self._build([chunk for chunk in chunks if chunk.values.numel()])
 

@@ -162,6 +162,8 @@ class Named:
 
 
 MANY = 1 << 16
+ASYNCHRONOUS = "pipedream-2bw"
+"""The schedule whose steps follow each other without a flush."""
 SCHEDULES: Mapping[str, Named] = {
     "gpipe": Named(gpipe),
     "1f1b": Named(one_f_one_b),
@@ -169,7 +171,7 @@ SCHEDULES: Mapping[str, Named] = {
     "zb-h1": Named(zb_h1),
     "zb-h2": Named(zb_h2),
     "zb-v": Named(zb_v, 2, 2, v_ranks),
-    "pipedream-2bw": Named(one_f_one_b),
+    ASYNCHRONOUS: Named(one_f_one_b),
 }
 """By name in plans. The order of pipedream-2bw is that of one step alone; steps that follow each other have no flush between
-them (runtime.stale)."""
+them (runtime.endless)."""

@@ -81,7 +81,13 @@ def read_actions(lines: Sequence[str]) -> Schedule:
 def insert_transfers(order: Schedule) -> Schedule:
     """Sends right after the compute that makes the tensor; receives posted one compute action ahead; REDUCE last."""
     ranks = stage_ranks(order)
-    return tuple(tuple(_with_transfers(actions, ranks)) for actions in order)
+    ends = (tuple(Action(stage, Kind.REDUCE) for stage in sorted({a.stage for a in actions})) for actions in order)
+    return tuple(with_transfers(actions, ranks) + end for actions, end in zip(order, ends, strict=True))
+
+
+def with_transfers(actions: Actions, ranks: StageRanks) -> Actions:
+    """The actions of a rank with its sends and receives."""
+    return tuple(_with_transfers(actions, ranks))
 
 
 def _with_transfers(actions: Actions, ranks: StageRanks) -> Iterator[Action]:
@@ -93,7 +99,6 @@ def _with_transfers(actions: Actions, ranks: StageRanks) -> Iterator[Action]:
         yield action
         if (send := made_for(action, ranks)) is not None:
             yield send
-    yield from (Action(stage, Kind.REDUCE) for stage in sorted({a.stage for a in actions}))
 
 
 def _receives(action: Action, ranks: StageRanks) -> Iterator[Action]:

@@ -7,7 +7,8 @@ direction, told apart by tags, or on NCCL by process groups, since messages of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from torch import Tensor
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.errors import InputError
 from meshwright.plans.programs import program_name
-from meshwright.runtime.actions import Kind, Schedule, split_backwards
+from meshwright.runtime.actions import Action, Actions, Kind, Schedule, split_backwards
 from meshwright.runtime.axes import Axis, ProcessAxis
 from meshwright.runtime.batch import micro_batches, rank_rows
 from meshwright.runtime.context import Context, Weights
-from meshwright.runtime.execution import Feed, Stage, StepExecution, StepRecord
+from meshwright.runtime.endless import finished
+from meshwright.runtime.execution import Feed, Stage, StepExecution, Turn
 from meshwright.runtime.gradients import FlatParameters
 from meshwright.runtime.launch import boundary_groups
 from meshwright.runtime.main_gradients import Deferral, defer_to
@@ -34,7 +36,7 @@ from meshwright.runtime.transfers import Channel, Channels, Transfers
 
 
 class RankStages:
-    """The stages at this rank's pp coordinate. `flat` are its parameters."""
+    """The stages at this rank's pp coordinate. `versions` are its parameters, several times where batches run on several."""
 
     def __init__(
         self,
@@ -43,20 +45,22 @@ class RankStages:
         plan: PlanDocument,
         axes: Mapping[str, Axis],
         context: Context,
-        flat: FlatParameters,
+        versions: Sequence[FlatParameters],
         timeout_s: float,
     ) -> None:
-        self._plan, self._axes, self._context, self._flat = plan, axes, context, flat
+        self._plan, self._axes, self._context, self._versions = plan, axes, context, versions
         self._deferral = Deferral()
-        for leaf in (leaf for bucket in flat.buckets for leaf in bucket.leaves.values()):
+        for leaf in (leaf for flat in versions for bucket in flat.buckets for leaf in bucket.leaves.values()):
             defer_to(leaf, self._deferral)
-        weights = Weights(flat.tensors)
+        weights = Weights(versions[0].tensors)
         own = plan.stages_of(axes["pp"].index)
         self.stages = {stage: _bind(directory, texts, stage, context, weights) for stage in own}
-        flat.used_by(program.parameters for program in self.programs.values())
+        for flat in versions:
+            flat.used_by(program.parameters for program in self.programs.values())
         groups = boundary_groups(plan.mesh, plan.ranks_of_stages, axes["pp"], context.device, timeout_s)
         self._channels = _channels(plan.ranks_of_stages, axes["pp"], self.programs, groups)
-        self._permanent = [*flat.storages, *(c for s in self.stages.values() for c in s.constants.values())]
+        kept = (storage for flat in versions for storage in flat.storages)
+        self._permanent = [*kept, *(c for s in self.stages.values() for c in s.constants.values())]
         self._watched: set[int] = set()
         self.schedule = cache(self._build_schedule)
 
@@ -73,27 +77,47 @@ class RankStages:
     def _build_schedule(self, num_micro_batches: int) -> Schedule:
         return plan_schedule(self._plan, num_micro_batches)
 
-    def execution(
-        self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, record: StepRecord | None = None
-    ) -> StepExecution:
-        """An execution of one step on a global batch, all of whose actions are `schedule(num_micro_batches)[pp coordinate]`."""
-        self._context.step = step
+    def execution(self, turn: Turn, num_micro_batches: int) -> StepExecution:
+        """An execution of one step, all of whose actions are `schedule(num_micro_batches)[pp coordinate]`."""
         schedule = self.schedule(num_micro_batches)
         coordinate = self._axes["pp"].index
-        inputs = {name: batch[name].to(self._context.device) for name in self.input_names}
-        transfers = Transfers(self._channels, finished_sends(schedule, coordinate), self._context.device)
-        feeds = {stage: self._feed(bound, inputs, num_micro_batches) for stage, bound in self.stages.items()}
         return StepExecution(
-            self.stages,
+            self._context,
+            [turn],
+            num_micro_batches,
             self._plan.ranks_of_stages,
             split_backwards(schedule[coordinate]),
             self._deferral,
-            self._flat,
-            transfers,
-            feeds,
-            self._saved_bytes(num_micro_batches),
-            record,
+            self.transfers(finished_sends(schedule, coordinate)),
+            self.saved_bytes(num_micro_batches),
         )
+
+    def endless_execution(self, turns: list[Turn], num_micro_batches: int, on_batch: Callable[[Action], None]) -> StepExecution:
+        """An execution of batches without a flush between them (runtime.endless), by turned actions."""
+        coordinate, ranks = self._axes["pp"].index, self._axes["pp"].size
+        transfers = self.transfers(finished(ranks, coordinate, num_micro_batches))
+        return StepExecution(
+            self._context,
+            turns,
+            num_micro_batches,
+            self._plan.ranks_of_stages,
+            frozenset(),
+            self._deferral,
+            transfers,
+            on_batch=on_batch,
+        )
+
+    def turn(self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, version: int = 0) -> Turn:
+        """A global batch, on a version of the weights."""
+        flat = self._versions[version]
+        stages = {stage: replace(bound, weights=Weights(flat.tensors)) for stage, bound in self.stages.items()}
+        inputs = {name: batch[name].to(self._context.device) for name in self.input_names}
+        feeds = {stage: self._feed(bound, inputs, num_micro_batches) for stage, bound in stages.items()}
+        return Turn(stages, flat, feeds, step, torch.zeros((), dtype=torch.float64, device=self._context.device))
+
+    def transfers(self, finished: Mapping[Action, Actions]) -> Transfers:
+        """Messages of this rank."""
+        return Transfers(self._channels, finished, self._context.device)
 
     def _feed(self, stage: Stage, batch: Mapping[str, Tensor], num_micro_batches: int) -> Feed:
         """This rank's micro-batches of the inputs that a stage reads, and loss targets in the whole batch."""
@@ -102,7 +126,7 @@ class RankStages:
         rows = {name: rank_rows(x, dp.size, dp.index) for name, x in inputs.items()}
         return Feed(micro_batches(rows, num_micro_batches), stage.denominators(inputs, num_micro_batches * dp.size))
 
-    def _saved_bytes(self, num_micro_batches: int) -> SavedBytes | None:
+    def saved_bytes(self, num_micro_batches: int) -> SavedBytes | None:
         """A watch on what autograd saves, in the first step of each size."""
         if self._context.device.type == "cuda" or num_micro_batches in self._watched:
             return None

@@ -36,7 +36,7 @@ Channels = Mapping[tuple[int, Kind], Channel]
 
 
 class Transfers:
-    """Messages under way on one rank during a step. `finished`: by receive, the sends that it proves to be done."""
+    """Messages under way on one rank. `finished`: by receive, the sends that it proves to be done, if they were made."""
 
     def __init__(self, channels: Channels, finished: Mapping[Action, Actions], device: torch.device) -> None:
         self._channels = channels
@@ -56,7 +56,7 @@ class Transfers:
         messages = self._arriving.pop(receive)
         _wait(messages)
         for send in self._finished[receive]:
-            _wait(self._leaving.pop(send))
+            _wait(self._leaving.pop(send, ()))
         return [tensor for tensor, _ in messages]
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ def test_actions_print_and_parse() -> None:
     for action in (Action(2, Kind.F, 0), Action(3, Kind.W, 1), Action(11, Kind.SEND_B, 30), Action(0, Kind.REDUCE)):
         assert Action.parse(str(action)) == action
     assert str(Action(2, Kind.F, 0)) == "2F0"
-    for text in ("F0", "2F", "2X0", "1REDUCE0", "-1F0"):
+    for text in ("F0", "2F", "2X0", "1NORM", "-1F0"):
         with pytest.raises(ValueError, match="is not STAGE KIND MICRO_BATCH"):
             Action.parse(text)
     with pytest.raises(ValueError, match="no such action"):
