@@ -34,11 +34,14 @@ from meshwright.compiler.decisions import (
 )
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.experts import EP, Region, find_regions
+from meshwright.compiler.graph import Graph
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
 from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.precision import DTYPES
 from meshwright.compiler.recomputation import read_recomputed
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
+from meshwright.passes.choose_precision import settle_precision
 from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
@@ -56,6 +59,8 @@ from meshwright.plans.show import summary
 from meshwright.plans.signature import Signature
 from meshwright.runtime.actions import Schedule
 from meshwright.runtime.dryrun import DryReport, dry_run
+from meshwright.runtime.endless import SETTLED, unrolled
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.program import load_program as load_stage
 from meshwright.runtime.schedules import plan_schedule, read_actions
 from meshwright.runtime.soundness import check_schedule
@@ -144,6 +149,7 @@ def compile_plan(
         seq=setting.seq,
         micro_batch=setting.micro_batch,
         attention=setting.declaration.attention or "sdpa",
+        dtype=DTYPES[setting.declaration.precision or "fp32"],
     )
     return with_weights(plan_captured(captured, setting, tell), captured, model)
 
@@ -159,14 +165,20 @@ def with_weights(compiled: CompiledPlan, captured: Captured, model: str | torch.
 
 def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> CompiledPlan:
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
-    kinds = Kinds(captured.graph)
+    graph, precision_ops = with_casts(captured, setting)
+    kinds = Kinds(graph)
     tell("choosing layouts")
     chosen, pricing, stages = fit_layouts(kinds, setting, tell)
-    document = write_document(captured, chosen, stages, setting, pricing)
+    document = write_document(captured, chosen, stages, setting, pricing, precision_ops)
     tell("emitting programs")
     programs = emit(kinds, document)
     check_pipeline(document, programs)
     return CompiledPlan(document, programs, model_files(captured))
+
+
+def with_casts(captured: Captured, setting: Setting) -> tuple[Graph, Mapping[str, str]]:
+    """The graph in the setting's precision, and in what type its ops compute."""
+    return settle_precision(captured.graph, setting.declaration.precision or "fp32", setting.declaration.precision_ops)
 
 
 def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
@@ -323,6 +335,7 @@ def write_document(
     choice: ScheduleChoice,
     setting: Setting,
     pricing: Pricing,
+    precision_ops: Mapping[str, str],
 ) -> PlanDocument:
     """All decisions and predictions as the plan."""
     collectives = collective_seconds(pricing)
@@ -345,6 +358,7 @@ def write_document(
         "micro_batch": setting.micro_batch,
         "global_batch": setting.global_batch,
         "precision": declared.precision or "fp32",
+        "precision_ops": precision_ops,
         "reduce_dtype": declared.reduce_dtype or "fp32",
         "zero": declared.zero or 0,
         "recompute": declared.recompute or "none",
@@ -417,7 +431,11 @@ def check_pipeline(document: PlanDocument, programs: Mapping[str, str]) -> Sched
     names = [program_name(stage) for stage in range(len(document.stages))]
     if missing := next((name for name in names if name not in programs), None):
         raise InputError(f"plan.yaml: programs: {missing} is missing; compile again with --from")
-    check_schedule(schedule, [stage_facts(programs[name], Path("programs") / name) for name in names], document.mesh)
+    facts = [stage_facts(programs[name], Path("programs") / name) for name in names]
+    check_schedule(schedule, facts, document.mesh)
+    if document.schedule == ASYNCHRONOUS:
+        batch = document.num_micro_batches
+        check_schedule(unrolled(document.mesh.pp, batch, SETTLED), facts, document.mesh, batch)
     return schedule
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
 from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages, priced
-from meshwright.passes.simulate import ASYNCHRONOUS, default_chunks, stage_in_flight
+from meshwright.passes.simulate import default_chunks, stage_in_flight
 from meshwright.passes.synthesise import Problem, synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Schedule, StageRanks, stage_ranks
-from meshwright.runtime.orders import SCHEDULES
+from meshwright.runtime.orders import ASYNCHRONOUS, SCHEDULES
 from meshwright.runtime.schedules import insert_transfers
 from meshwright.runtime.soundness import check_schedule
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
 from meshwright.passes.refine_stages import refine
-from meshwright.passes.simulate import ASYNCHRONOUS, Timeline, Times, compute_order, stage_in_flight, steady, timed
+from meshwright.passes.simulate import Timeline, Times, compute_order, stage_in_flight, steady, timed
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
 from meshwright.passes.step_end import Holding, step_end_s
 from meshwright.plans.document import Memory
@@ -26,6 +26,7 @@ from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule, stage_ranks
+from meshwright.runtime.orders import ASYNCHRONOUS
 
 
 @dataclass(frozen=True)

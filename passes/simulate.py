@@ -12,7 +12,8 @@ schedule with weight gradients of their own (W), a backward takes its input grad
                 activations are kept for. With v chunks per rank each is 1/v of a rank's share of the model
     timeline    per rank, every action with its start and end
 
-PipeDream-2BW has no flush between steps: its times are those of one more step in a long run.
+PipeDream-2BW has no flush between steps: its times are those of one more step in a long run, in which nobody waits for the sums of
+gradients over ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from functools import cached_property
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.actions import Action, Actions, Kind, Schedule, StageRanks, split_backwards, stage_ranks
-from meshwright.runtime.orders import SCHEDULES
+from meshwright.runtime.endless import order as endless_order
+from meshwright.runtime.orders import ASYNCHRONOUS, SCHEDULES
 from meshwright.runtime.schedules import named_order, reads_from
 
-ASYNCHRONOUS = "pipedream-2bw"
 STEADY_STEPS = 3
 """Steps after which an asynchronous pipeline has settled."""
 
@@ -144,7 +145,7 @@ def timed(order: Schedule, times: Times) -> Timeline:
 def steady(ranks: int, micro_batches: int, times: Times) -> Timeline:
     """One step of a run without flushes: what it adds to the steps before it."""
     shorter, longer = (
-        timed(named_order("1f1b", ranks, 1, n * micro_batches), times) for n in (STEADY_STEPS, STEADY_STEPS + 1)
+        timed(endless_order(ranks, micro_batches, n), times) for n in (STEADY_STEPS, STEADY_STEPS + 1)
     )
     step = longer.step_s - shorter.step_s
     work = [micro_batches * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True)]

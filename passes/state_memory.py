@@ -8,8 +8,9 @@ whole for a time, N being ranks of dp:
              gradients    of the same segments in the backward; and one bucket whose sum is under way, be it of the micro-batch before
     ZeRO 2   gradients    with one micro-batch as with 3, with buckets of many segments; with several, all of them and no shards
 
-A frozen parameter is whole, without gradient and state. Not in it: what a collective itself needs for the moment, up to one bucket. Where
-a rank has several stages each stage is counted as if it were alone.
+Two versions of the weights (pipedream-2bw) have parameters and gradients of their own. A frozen parameter is whole, once, without gradient
+and state. Not in it: what a collective itself needs for the moment, up to one bucket. Where a rank has several stages each stage is counted
+as if it were alone.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.passes.simulate import ASYNCHRONOUS
 from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
 from meshwright.plans.document import Memory, PlanDocument
 from meshwright.plans.signature import Signature
 from meshwright.runtime.buckets import ELEMENT_BYTES, Arrangement, Bucket
+from meshwright.runtime.endless import VERSIONS
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.placement import Parameter, Placement
 
 Reads = Mapping[str, Sequence[str]]
@@ -85,8 +87,6 @@ class StageState:
 
 def with_state_memory(document: PlanDocument, signature: Signature, reads: Reads) -> PlanDocument:
     """The plan with the exact bytes of parameters, gradients and optimizer state in its stages."""
-    if document.schedule == ASYNCHRONOUS:
-        return document
     held = parameters(document, signature, reads)
     stages = []
     for stage, told in enumerate(document.stages):
@@ -124,12 +124,13 @@ def stage_state(document: PlanDocument, held: Mapping[str, Parameter], reads: Re
 def state_memory(state: StageState, document: PlanDocument, activation_bytes: int) -> Memory:
     """In bytes."""
     zero, whole, own = document.zero, state.whole, state.own
+    versions = VERSIONS if document.schedule == ASYNCHRONOUS else 1
     open_ = whole - sum(b.size for b in state.buckets if b.num_shards == 1)
     accumulated = open_ if document.schedule.startswith(PUTS_OFF) else state.accumulated_at_once(document.num_micro_batches > 1)
     adds_up_whole = zero < 2 or (zero == 2 and document.num_micro_batches > 1)
     return Memory(
-        parameters=ELEMENT_BYTES * (state.frozen + (own + state.gathered_at_once() if zero == 3 else whole)),
-        gradients=ELEMENT_BYTES * (whole if adds_up_whole else own + accumulated),
+        parameters=ELEMENT_BYTES * (state.frozen + (own + state.gathered_at_once() if zero == 3 else versions * whole)),
+        gradients=ELEMENT_BYTES * (versions * whole if adds_up_whole else own + accumulated),
         optimizer=ELEMENT_BYTES * OPTIMIZER_PER_PARAMETER * (own if zero else whole),
         activations=activation_bytes,
     )

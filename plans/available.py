@@ -14,7 +14,7 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "precision": ("fp32",),
     "reduce_dtype": ("fp32",),
     "recompute": ("none", "full"),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "synthesised", "auto"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-2bw", "synthesised", "auto"),
 }
 """By key of the plan."""
 

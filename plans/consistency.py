@@ -1,6 +1,7 @@
 """What a plan's keys must satisfy together; each check raises Conflict with the path of the key at fault.
 
     check_batch        global_batch = dp * micro_batch * a whole number of micro-batches
+    check_versions     pipedream-2bw has no shards of parameters, gradients or states
     check_stages       one stage per pp rank and chunk; no segment in two stages; layers in ascending order
     check_placement    every pp rank has as many stages as there are chunks
     check_segments     the stages' segments are the kinds' segments, each once
@@ -33,6 +34,12 @@ def check_batch(global_batch: int, micro_batch: int, mesh: Mesh) -> None:
             "global_batch",
             f"found {global_batch}, expected a multiple of dp * micro_batch = {mesh.dp} * {micro_batch} = {share}",
         )
+
+
+def check_versions(schedule: str, zero: int) -> None:
+    """A schedule with two versions of the weights keeps them whole."""
+    if schedule == "pipedream-2bw" and zero:
+        raise Conflict("zero", f"found {zero}, pipedream-2bw keeps two whole versions of the weights; use zero 0, or another schedule")
 
 
 def check_stages(layers: Sequence[Sequence[str]], mesh: Mesh | None, chunks: int) -> None:

@@ -26,7 +26,15 @@ from pydantic import (
 )
 
 from meshwright.plans.available import unavailable
-from meshwright.plans.consistency import Conflict, check_batch, check_parameters, check_placement, check_segments, check_stages
+from meshwright.plans.consistency import (
+    Conflict,
+    check_batch,
+    check_parameters,
+    check_placement,
+    check_segments,
+    check_stages,
+    check_versions,
+)
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import Layout
 from meshwright.plans.mesh import AXES, Mesh
@@ -268,6 +276,8 @@ class Declaration(Frozen):
                 raise Conflict(key, reason)
         if self.global_batch is not None and self.micro_batch is not None and self.mesh is not None:
             check_batch(self.global_batch, self.micro_batch, self.mesh)
+        if self.schedule is not None and self.zero is not None:
+            check_versions(self.schedule, self.zero)
         if self.stages is not None:
             check_stages([stage.layers for stage in self.stages], self.mesh, self.chunks or 1)
         if self.stage_ranks is not None and self.mesh is not None:

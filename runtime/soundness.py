@@ -9,22 +9,24 @@ each rank stands before:
     boundaries   what a stage SENDS is what the next RECEIVES: number, names, shapes, dtypes, which want gradients
     complete     every stage has a forward and a backward of every micro-batch, once, on its own rank; a W at most once; transfers
                  exactly where a result is read on another rank; one REDUCE, after all of them
+    versions     where batches follow each other without a flush (runtime.endless): each has a REDUCE, NORM and UPDATE, in this order and
+                 after its backwards; the UPDATE comes before the first forward of the batch after next, which reads its weights
     order        an action comes after what it reads on its own rank; messages of a stage in one direction are received in the order
                  in which they are sent
     no cycle     all ranks run at once, sends without waiting: each reaches its end. Actions whose program talks on an axis of the mesh,
                  and REDUCE over dp, meet: every member of the group must come to the same action, else its collectives would pair
-                 with others
+                 with others. NORM waits for every rank's REDUCE of the batch, UPDATE for every rank's NORM
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.programs import StageFacts
-from meshwright.runtime.actions import COMPUTE, Action, Actions, Kind, Schedule, StageRanks, stage_ranks
+from meshwright.runtime.actions import COMPUTE, OF_BATCHES, Action, Actions, Kind, Schedule, StageRanks, stage_ranks
 from meshwright.runtime.schedules import made_for, needed_receive, reads_from, sender
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)
@@ -32,6 +34,8 @@ RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 MEETS = frozenset({Kind.F, Kind.B})
 """Actions in which programs run collectives."""
 REDUCE_AXES = ("dp", "cp", "tp")
+AFTER_ALL = {Kind.NORM: Kind.REDUCE, Kind.UPDATE: Kind.NORM}
+"""What waits for which action of the same batch on every rank."""
 
 
 class UnsoundError(ValueError):
@@ -40,12 +44,14 @@ class UnsoundError(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """What every rank of a mesh is told to do. `stages`: what each stage's program sends, receives and talks on."""
+    """What every rank of a mesh is told to do. `stages`: what each stage's program sends, receives and talks on; `batch`: micro-batches
+    of each of several batches without a flush."""
 
     mesh: Mesh
     actions: tuple[Actions, ...]
     stage_ranks: StageRanks
     stages: tuple[StageFacts, ...]
+    batch: int | None = None
 
     def fail(self, problem: str, at: Mapping[int, int]) -> UnsoundError:
         """The grid, with an arrow before action at[rank] of some ranks."""
@@ -69,11 +75,13 @@ class Ranks:
         return tuple(g for g in (self.group(rank, axis) for axis in axes if axis != "pp") if len(g) > 1)
 
 
-def check_schedule(schedule: Schedule, stages: Sequence[StageFacts] = (), mesh: Mesh | None = None) -> None:
+def check_schedule(
+    schedule: Schedule, stages: Sequence[StageFacts] = (), mesh: Mesh | None = None, batch: int | None = None
+) -> None:
     """Raises UnsoundError for a schedule that cannot run with these programs on this mesh.
 
     Ranks that differ in dp or tp alone have the same actions, so two of each stand for all. Without `stages`, programs that
-    talk on no axis are taken.
+    talk on no axis are taken. `batch`: micro-batches of each of several batches without a flush.
     """
     try:
         ranks = stage_ranks(schedule)
@@ -83,7 +91,7 @@ def check_schedule(schedule: Schedule, stages: Sequence[StageFacts] = (), mesh: 
     if few.pp != len(schedule):
         raise UnsoundError(f"schedule cannot run: it has {len(schedule)} ranks, the mesh has pp={few.pp}")
     actions = tuple(schedule[few.coordinates(rank)["pp"]] for rank in range(few.world_size))
-    check_ranks(Ranks(few, actions, ranks, tuple(stages) or (StageFacts(),) * len(ranks)))
+    check_ranks(Ranks(few, actions, ranks, tuple(stages) or (StageFacts(),) * len(ranks), batch))
 
 
 def _lines(schedule: Schedule) -> list[str]:
@@ -95,7 +103,7 @@ def check_ranks(ranks: Ranks) -> None:
     if len(ranks.stages) != len(ranks.stage_ranks):
         raise UnsoundError(f"schedule cannot run: it has {len(ranks.stage_ranks)} stages, there are {len(ranks.stages)} programs")
     _check_boundaries(ranks.stages)
-    micro_batches = 1 + max((a.micro_batch for actions in ranks.actions for a in actions), default=-1)
+    micro_batches = 1 + max((a.micro_batch for actions in ranks.actions for a in actions if a.kind not in OF_BATCHES), default=-1)
     for rank in range(len(ranks.actions)):
         _check_complete(ranks, rank, micro_batches)
     _check_messages(ranks)
@@ -123,7 +131,7 @@ def _check_complete(ranks: Ranks, rank: int, micro_batches: int) -> None:
     wanted = {Action(s, kind, i) for s in stages for kind in (Kind.F, Kind.B) for i in range(micro_batches)}
     sends = {send for a in wanted if (send := made_for(a, ranks.stage_ranks)) is not None}
     receives = {receive for a in wanted if (receive := needed_receive(a, ranks.stage_ranks)) is not None}
-    wanted |= sends | receives | {Action(s, Kind.REDUCE) for s in stages}
+    wanted |= sends | receives | set(_once_for_a_batch(ranks, stages, micro_batches))
     place: dict[Action, int] = {}
     for i, action in enumerate(ranks.actions[rank]):
         if action in place:
@@ -138,6 +146,13 @@ def _check_complete(ranks: Ranks, rank: int, micro_batches: int) -> None:
             raise ranks.fail(f"{action} comes before {before}", {rank: i})
 
 
+def _once_for_a_batch(ranks: Ranks, stages: Sequence[int], micro_batches: int) -> Iterator[Action]:
+    if ranks.batch is None:
+        yield from (Action(stage, Kind.REDUCE) for stage in stages)
+    else:
+        yield from (Action(s, kind, b) for s in stages for kind in OF_BATCHES for b in range(micro_batches // ranks.batch))
+
+
 def _missing_before(ranks: Ranks, action: Action, place: Mapping[Action, int], at: int) -> Action | None:
     """What an action needs on its own rank that does not come before it."""
     needs = []
@@ -146,16 +161,28 @@ def _missing_before(ranks: Ranks, action: Action, place: Mapping[Action, int], a
         case Kind.F | Kind.B:
             source = needed_receive(action, ranks.stage_ranks) or reads_from(action, len(ranks.stage_ranks))
             needs = [] if source is None else [source]
-            needs += [Action(stage, Kind.F, i)] if action.kind is Kind.B else []
+            needs += [Action(stage, Kind.F, i)] if action.kind is Kind.B else _versions_read(ranks, action)
         case Kind.W:
             needs = [Action(stage, Kind.B, i)]
         case Kind.SEND_F:
             needs = [Action(stage, Kind.F, i)]
         case Kind.SEND_B:
             needs = [Action(stage, Kind.B, i)]
-        case Kind.REDUCE:
+        case Kind.REDUCE if ranks.batch is None:
             needs = [a for a in place if a.stage == stage and a.kind is not Kind.REDUCE]
+        case Kind.REDUCE:
+            needs = [a for a in place if a.kind in COMPUTE and a.micro_batch // (ranks.batch or 1) == i]
+        case Kind.NORM:
+            needs = [Action(stage, Kind.REDUCE, i)]
+        case Kind.UPDATE:
+            needs = [Action(stage, Kind.NORM, i)]
     return next((need for need in needs if place[need] > at), None)
+
+
+def _versions_read(ranks: Ranks, forward: Action) -> list[Action]:
+    """The update that makes the weights of a forward."""
+    batch = 0 if ranks.batch is None else forward.micro_batch // ranks.batch
+    return [Action(forward.stage, Kind.UPDATE, batch - 2)] if batch >= 2 else []
 
 
 def _check_messages(ranks: Ranks) -> None:
@@ -217,7 +244,15 @@ class _Race:
         return news or self.at[rank] > start
 
     def has_arrived(self, rank: int, action: Action) -> bool:
-        """Whether the message that an action waits for has been sent."""
+        """Whether the message that an action waits for has been sent, or what other ranks add to it."""
+        if action.kind in AFTER_ALL and self.ranks.batch is not None:
+            before = AFTER_ALL[action.kind]
+            return all(
+                (other, Action(stage, before, action.micro_batch)) in self.done
+                for other in range(len(self.at))
+                for stage, at in enumerate(self.ranks.stage_ranks)
+                if at == self.ranks.mesh.coordinates(other)["pp"]
+            )
         receive = needed_receive(action, self.ranks.stage_ranks) if action.kind in COMPUTE else None
         if receive is None:
             return True
@@ -232,7 +267,9 @@ class _Race:
                 for other in group:
                     if self.has_arrived(other, standing.get(other, action)) and other not in self.arrived[group, action]:
                         return f"rank {rank} in {action}, whose collectives rank {other} does not come to in this order"
-        rank, action = next((r, a) for r, a in standing.items() if not self.has_arrived(r, a))
+        rank, action = min(((r, a) for r, a in standing.items() if not self.has_arrived(r, a)), key=lambda at: at[1].kind in AFTER_ALL)
+        if action.kind in AFTER_ALL:
+            return f"every rank has ended or waits for ever; rank {rank} before {action}, for {AFTER_ALL[action.kind].value} of all ranks"
         receive = needed_receive(action, self.ranks.stage_ranks)
         assert receive is not None
         send = sender(receive)
