@@ -165,7 +165,7 @@ def with_weights(compiled: CompiledPlan, captured: Captured, model: str | torch.
 
 def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> CompiledPlan:
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
-    graph, precision_ops = with_casts(captured, setting)
+    graph, precision_ops = with_casts(captured, setting.declaration)
     kinds = Kinds(graph)
     tell("choosing layouts")
     chosen, pricing, stages = fit_layouts(kinds, setting, tell)
@@ -176,9 +176,9 @@ def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> Compi
     return CompiledPlan(document, programs, model_files(captured))
 
 
-def with_casts(captured: Captured, setting: Setting) -> tuple[Graph, Mapping[str, str]]:
-    """The graph in the setting's precision, and in what type its ops compute."""
-    return settle_precision(captured.graph, setting.declaration.precision or "fp32", setting.declaration.precision_ops)
+def with_casts(captured: Captured, declaration: Declaration) -> tuple[Graph, Mapping[str, str]]:
+    """The graph in the declared precision, and in what type its ops compute."""
+    return settle_precision(captured.graph, declaration.precision or "fp32", declaration.precision_ops)
 
 
 def row_notes(kinds: Kinds, setting: Setting) -> tuple[str, ...]:
@@ -466,7 +466,7 @@ def dry_run_stage(plan_dir: Path, document: PlanDocument, signature: Signature, 
     program = load_stage(load_program(plan_dir, document, name), stage, plan_dir / "programs" / name)
     layouts = document.parameter_layouts
     parameters = {
-        p: (layouts[p].local_shape(signature.parameters[p].shape, document.mesh), signature.parameters[p].dtype)
+        p: (layouts[p].local_shape(signature.parameters[p].shape, document.mesh), held_dtype(signature.parameters[p].dtype, document))
         for p in program.parameters
     }
     file = plan_dir / "model" / "buffers.safetensors"
@@ -484,6 +484,11 @@ def dry_run_stage(plan_dir: Path, document: PlanDocument, signature: Signature, 
         shapes,
         frozen=[p for p, spec in signature.parameters.items() if not spec.trainable],
     )
+
+
+def held_dtype(dtype: str, document: PlanDocument) -> str:
+    """The dtype that programs have a parameter in: FP32 ones are 16-bit in a 16-bit plan."""
+    return DTYPES[document.precision] if dtype == "float32" else dtype
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

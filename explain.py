@@ -25,7 +25,8 @@ from meshwright.compiler.flops import value_bytes
 from meshwright.compiler.graph import Parameter, Segment
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import label_values
-from meshwright.driver import Setting, choose, layout_problem, pipeline, settle
+from meshwright.compiler.precision import DTYPES
+from meshwright.driver import Setting, choose, layout_problem, pipeline, settle, with_casts
 from meshwright.passes.choose_layouts import LayoutPins, choose_layouts, parameter_class, storage_types
 from meshwright.passes.choose_stages import SegmentCost, StageChoice
 from meshwright.passes.explain import (
@@ -67,9 +68,10 @@ def explain_plan(plan_dir: str | Path, name: str, progress: Progress | None = No
         seq=document.seq,
         micro_batch=document.micro_batch,
         attention=document.attention,
+        dtype=DTYPES[document.precision],
     )
     tell("pricing alternatives")
-    return Explainer(document, setting, Kinds(captured.graph)).explain(name)
+    return Explainer(document, setting, Kinds(with_casts(captured, setting.declaration)[0])).explain(name)
 
 
 def on_axis(type_: Type) -> str:

@@ -20,6 +20,7 @@ from meshwright.compiler.capture import Captured, capture
 from meshwright.compiler.experts import find_regions
 from meshwright.compiler.hardware import load_hardware
 from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.precision import DTYPES
 from meshwright.driver import DEFAULT_HARDWARE, DEFAULT_SEQ, CompiledPlan, Setting, settle
 from meshwright.passes.choose_stages import SegmentCost
 from meshwright.passes.search import (
@@ -71,8 +72,10 @@ class Pricer:
                 seq=self.declaration.seq or DEFAULT_SEQ,
                 micro_batch=micro_batch,
                 attention=self.declaration.attention or "sdpa",
+                dtype=DTYPES[self.declaration.precision or "fp32"],
             )
-            self.captures[micro_batch] = found, Kinds(found.graph)
+            graph, _ = driver.with_casts(found, self.declaration)
+            self.captures[micro_batch] = found, Kinds(graph)
         return self.captures[micro_batch]
 
     def setting(self, way: Combination) -> Setting:

@@ -19,7 +19,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float) -> torch.Tensor:
     """Cross-entropy summed over the targets that are not ignored."""
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 def token_mean(total: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:

@@ -262,6 +262,7 @@ class Declaration(Frozen):
     stages: Annotated[tuple[StageDeclaration, ...], Field(strict=False)] | None = None
     parameters: Mapping[str, LayoutField] | None = None
     kinds: Mapping[str, KindDeclaration] | None = None
+    precision_ops: Mapping[str, str] | None = None
     recomputed: Annotated[tuple[RecomputedDeclaration, ...], Field(strict=False)] | None = None
     pinned: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     notes: Annotated[tuple[str, ...], Field(strict=False)] | None = None
@@ -313,6 +314,7 @@ class PlanDocument(Declaration):
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
     parameters: Mapping[str, LayoutField]
     kinds: Mapping[str, Kind]
+    precision_ops: Mapping[str, str] = {}
     recomputed: Annotated[tuple[Recomputed, ...], Field(strict=False)] = ()
     pinned: Annotated[tuple[str, ...], Field(strict=False)] = ()
     notes: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -39,6 +39,7 @@ EXPECTED: Mapping[str, str] = {
     "micro_batch": "a whole number of 1 or more: sequences per dp rank and micro-batch",
     "global_batch": "a whole number of 1 or more: sequences per step over all ranks",
     "precision": "fp32, bf16 or fp16",
+    "precision_ops": "compute, fp32, inside, widest or given by op (pow), module (model.layers.*.mlp) or MODULE:OP, with a reason",
     "reduce_dtype": "fp32 or bf16",
     "zero": "0, 1, 2 or 3",
     "recompute": "none, selective, full or auto",

@@ -41,6 +41,8 @@ def decisions_digest(document: PlanDocument) -> str:
     data = document.model_dump(mode="json", by_alias=True, include=_IN_PROGRAMS)
     data["stages"] = document.stage_segments
     data["parameters"] = {name: str(layout) for name, layout in document.parameter_layouts.items()}
+    if document.precision_ops:
+        data["precision_ops"] = dict(document.precision_ops)
     if document.recomputed:
         data["recomputed"] = {n: r.regions for r in document.recomputed for n in expand_all(r.segments)}
     return digest(json.dumps(data, sort_keys=True))

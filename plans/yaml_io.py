@@ -23,6 +23,7 @@ COMMENTS: Mapping[str, str] = {
     "mesh": "ranks by axis",
     "seq": "batch: tokens per sequence, sequences per micro-batch and per step",
     "precision": "how a step runs",
+    "precision_ops": "in what type ops compute: compute (the precision), fp32, inside (FP32 in the kernel); others: widest of their operands",
     "stages": "pipeline stages: segments in order, predicted seconds per micro-batch and bytes per rank",
     "parameters": "parameter storage: S(d) slice of dim d, I same everywhere, R same with partial gradients",
     "kinds": "layouts of results by module, or by op of a module; P partial sums; alike in all segments of a kind",
@@ -36,6 +37,7 @@ COMMENTS: Mapping[str, str] = {
 
 _WIDTH = 118
 _OMITTED_WHEN_NONE = ("devices", "decisions", "stage_ranks", "actions")
+_OMITTED_WHEN_EMPTY = ("recomputed", "precision_ops")
 
 
 def load(path: Path, name: str | None = None) -> object:
@@ -71,7 +73,7 @@ def dump(document: PlanDocument) -> str:
     """Text of plan.yaml."""
     lines: list[str] = []
     for key, value in document.model_dump(mode="json", by_alias=True).items():
-        if (value is None and key in _OMITTED_WHEN_NONE) or (value == [] and key == "recomputed"):
+        if (value is None and key in _OMITTED_WHEN_NONE) or (not value and key in _OMITTED_WHEN_EMPTY):
             continue
         if key in COMMENTS:
             lines += ["", f"# {COMMENTS[key]}"] if lines else [f"# {COMMENTS[key]}"]

@@ -85,18 +85,52 @@ def capture(
     seq: int,
     micro_batch: int,
     attention: str = "sdpa",
+    dtype: str = "float32",
 ) -> Captured:
-    """Captures MODEL (see source.py) or an nn.Module for micro-batches of `micro_batch` sequences of `seq` tokens."""
+    """Captures MODEL (see source.py) or an nn.Module for micro-batches of `micro_batch` sequences of `seq` tokens.
+
+    A model that transformers builds is built in `dtype`, so that its own casts are in the graph; modules and factories keep their
+    dtype, and so does a model that does not export in a 16-bit one. The signature says float32 in any case.
+    """
     with quiet():
         if isinstance(model, nn.Module):
             source, built = _given_module(model, task, attention)
+            traced, graph = _captured(built, example, source, micro_batch, seq)
         else:
             source, config = find_configured(model, task, attention)
-            built = build_skeleton(source, config)
-        inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
-        traced, graph = _captured_quietly(built.module, inputs)
+            built, traced, graph = _captured_in(dtype, source, config, example, micro_batch, seq)
     buffers = {path: traced.buffers[path].detach().clone().contiguous() for _, path in graph.buffers}
-    return Captured(graph, buffers, source, _config_json(built), _signature(graph, built))
+    return Captured(graph, buffers, source, _config_json(built), _signature(graph, built, dtype))
+
+
+def _captured_in(
+    dtype: str,
+    source: ModelSource,
+    config: PretrainedConfig | None,
+    example: Mapping[str, object] | None,
+    micro_batch: int,
+    seq: int,
+) -> tuple[Built, Traced, Graph]:
+    """A model that is built here, in a 16-bit dtype if it exports in it."""
+    note = ""
+    if config is not None and dtype != "float32":
+        try:
+            built = build_skeleton(source, config, getattr(torch, dtype))
+            return built, *_captured(built, example, source, micro_batch, seq)
+        except InputError as error:
+            note = f"captured in float32, for in {dtype} the model's code does not export ({str(error).splitlines()[0]}); its casts are ours"
+            config = load_config(source)
+    built = build_skeleton(source, config)
+    traced, graph = _captured(built, example, source, micro_batch, seq)
+    return built, traced, replace(graph, notes=(*graph.notes, note)) if note else graph
+
+
+def _captured(
+    built: Built, example: Mapping[str, object] | None, source: ModelSource, micro_batch: int, seq: int
+) -> tuple[Traced, Graph]:
+    """A built model on example inputs of the asked sizes."""
+    inputs = _example(built, example if example is not None else built.example, source, micro_batch, seq)
+    return _captured_quietly(built.module, inputs)
 
 
 def _captured_quietly(module: nn.Module, inputs: dict[str, object]) -> tuple[Traced, Graph]:
@@ -211,12 +245,17 @@ def _config_json(built: Built) -> str | None:
     return json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def _signature(graph: Graph, built: Built) -> dict[str, object]:
-    """model/signature.json."""
+def _signature(graph: Graph, built: Built, dtype: str) -> dict[str, object]:
+    """model/signature.json. Parameters that were built in `dtype` are FP32: that is what is loaded, updated and saved."""
     named = dict(built.module.named_parameters())
     used = {parameter.path for parameter in graph.parameters}
     entries = {
-        path: {"shape": list(p.shape), "dtype": dtype_name(p.dtype), "trainable": p.requires_grad} for path, p in named.items()
+        path: {
+            "shape": list(p.shape),
+            "dtype": "float32" if dtype_name(p.dtype) == dtype else dtype_name(p.dtype),
+            "trainable": p.requires_grad,
+        }
+        for path, p in named.items()
     }
     first = {id(p): path for path, p in named.items()}
     every = built.module.named_parameters(remove_duplicate=False)

@@ -35,6 +35,7 @@ from meshwright.compiler.capture.source import FAILURES, first_line
 from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import compress
 
+HALVES = (torch.bfloat16, torch.float16)
 EXPERTS = ("grouped_mm", "batched_mm")
 ATTENTIONS = ("sdpa", "eager")
 OWN_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -59,14 +60,20 @@ class Attempt:
 
 
 class LossOnly(nn.Module):
-    """The model as a function to its scalar loss. `masked`: an attention mask of ones is made and given."""
+    """The model as a function to its scalar loss. `masked`: an attention mask of ones is made and given. What a 16-bit model reads
+    (pixels, features), labels apart, comes in FP32 and is cast."""
 
     def __init__(self, inner: nn.Module, masked: bool) -> None:
         super().__init__()
         self.inner = inner
         self.masked = masked
+        dtypes = [p.dtype for p in inner.parameters() if p.is_floating_point()]
+        self.cast_to = dtypes[0] if dtypes and dtypes[0] in HALVES else None
 
     def forward(self, **inputs: object) -> torch.Tensor:
+        for name, item in inputs.items() if self.cast_to is not None else ():
+            if isinstance(item, torch.Tensor) and item.dtype == torch.float32 and "labels" not in name:
+                inputs[name] = item.to(self.cast_to)
         ids = inputs.get("input_ids")
         if self.masked and isinstance(ids, torch.Tensor):
             inputs["attention_mask"] = torch.ones_like(ids)

@@ -1,7 +1,8 @@
 """Models, built two ways.
 
     build_skeleton   for capture: parameters are FakeTensors (no memory, any size), buffers are real tensors on the CPU,
-                     so that the export bakes `cpu` in and constants can be evaluated
+                     so that the export bakes `cpu` in and constants can be evaluated. A model that transformers builds has the
+                     asked dtype, as if it had been loaded in it; what a factory makes has its own
     build_model      for verify and materialize: the real model in float32, from its weights or initialised from the seed
 
 Both are in train mode with the caches off and the experts in the form whose shapes are static.
@@ -46,10 +47,10 @@ class Built:
     config: PretrainedConfig | None
 
 
-def build_skeleton(source: ModelSource, config: PretrainedConfig | None = None) -> Built:
+def build_skeleton(source: ModelSource, config: PretrainedConfig | None = None, dtype: torch.dtype = torch.float32) -> Built:
     """The model with fake parameters and real buffers; `config` is the source's configuration if it was read already."""
     with _fake_parameters():
-        return _build(source, config)
+        return _build(source, config, dtype)
 
 
 def build_model(source: ModelSource, seed: int, config: PretrainedConfig | None = None) -> nn.Module:
@@ -78,7 +79,7 @@ def _build_real(source: ModelSource, config: PretrainedConfig | None) -> nn.Modu
     return _ready(module, source)
 
 
-def _build(source: ModelSource, config: PretrainedConfig | None = None) -> Built:
+def _build(source: ModelSource, config: PretrainedConfig | None = None, dtype: torch.dtype = torch.float32) -> Built:
     """The model from its factory or configuration, in whatever parameter mode is active."""
     if source.kind == "factory":
         return _call_factory(source)
@@ -86,7 +87,7 @@ def _build(source: ModelSource, config: PretrainedConfig | None = None) -> Built
     make: Callable[..., object]
     make = architecture_class(config, source.source)._from_config if source.task is None else auto_class(source.task).from_config
     try:
-        module = make(config, dtype=torch.float32, **_implementations(source))
+        module = make(config, dtype=dtype, **_implementations(source))
     except FAILURES as error:
         raise InputError(f"{source.source}: transformers cannot build this model: {first_line(error)}") from error
     return Built(_ready(module, source), None, config)
