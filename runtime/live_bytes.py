@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """`with LiveBytes() as live:` counts what is allocated inside. `known` storages do not count."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self.now = 0

@@ -1,0 +1,248 @@
+"""What segments keep for the backward pass and need for the moment, in bytes of one rank: found by running them on fake tensors.
+
+The model's program for one stage is emitted under the chosen layouts and run on fake tensors of local shapes. The first segment of each
+kind runs, forward and backward; what it does is repeated for the others, so that 126 layers take the time of one. Kept is what
+autograd's saved-tensor hooks are given, and the operands of what is recomputed: each storage once, without parameters, constants and
+model inputs. The moment's need is counted by runtime.live_bytes.
+
+    Footprint     of one segment: `own_bytes` that only it keeps, `shared` storages that other segments may keep too (a layer's result is
+                  the next one's operand; all decoder layers keep the encoder's), by a name that is the same in every run, and
+                  `transient_bytes`: the most that is there beside what is kept, in its forward or its backward
+    measure       footprints of all segments, for a recomputation per kind
+
+Attention kernels are those of the CPU; what they keep, others keep too: operands, result, and a number per row of scores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from meshwright.compiler.assignment import Assignment
+from meshwright.compiler.emission.stage import Staging, emit_stage
+from meshwright.compiler.graph import Segment
+from meshwright.compiler.recomputation import NOTHING, Recomputation
+from meshwright.plans.mesh import Mesh
+from meshwright.runtime.axes import dry_axes
+from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.live_bytes import LiveBytes
+from meshwright.runtime.program import load_program
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one segment per micro-batch; see the module."""
+
+    own_bytes: int
+    shared: Mapping[str, int]
+    transient_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that it keeps."""
+        return self.own_bytes + sum(self.shared.values())
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result: a view of an argument's storage, or of a new one, by number."""
+
+    argument: int | None
+    number: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a kind does: results, bytes kept of its own, arguments and new result storages that it keeps, and the moment's need."""
+
+    outputs: tuple[Output, ...]
+    is_tuple: bool
+    own_bytes: int
+    kept_arguments: frozenset[int]
+    kept_results: frozenset[int]
+    transient_bytes: int
+
+
+def storage_id(x: Tensor) -> int:
+    """Of the memory that a tensor is a view of."""
+    return int(x.untyped_storage()._cdata)
+
+
+class Trial(Context):
+    """A Context whose segments run once per kind; the others are given results of the same shapes."""
+
+    def __init__(self, assignment: Assignment, mesh: Mesh) -> None:
+        super().__init__(dry_axes(mesh, 0), "cpu")
+        self._segments: Sequence[Segment] = assignment.kinds.graph.segments
+        self._records: dict[str, Record] = {}
+        self._names: dict[int, str] = {}
+        self._alive: list[Tensor] = []
+        self.permanent: set[int] = set()
+        self.footprints: dict[str, Footprint] = {}
+
+    def layer(self, fn: Function, weights: Weights, *args: object) -> Any:
+        return self._once(Context.layer, fn, weights, args)
+
+    def recomputed_layer(self, fn: Function, weights: Weights, *args: object) -> Any:
+        return self._once(Context.recomputed_layer, fn, weights, args)
+
+    def segment(self, fn: Function, weights: Weights, *args: object) -> Any:
+        return self._once(Context.segment, fn, weights, args)
+
+    def _once(self, call: Function, fn: Function, weights: Weights, args: Sequence[object]) -> Any:
+        """What a call returns, and the footprint of its segment."""
+        assert isinstance(args[-1], int)
+        segment = self._segments[args[-1]]
+        for x in args:
+            if isinstance(x, Tensor) and storage_id(x) not in self.permanent:
+                self._name(x, f"input.{len(self._names)}")
+        if segment.kind not in self._records:
+            self._records[segment.kind] = self._run(segment.kind, partial(call, self, fn, weights), args)
+        record = self._records[segment.kind]
+        results = [self._result(output, args) for output in record.outputs]
+        new: dict[int, Tensor] = {}
+        for output, x in zip(record.outputs, results, strict=True):
+            if output.argument is None:
+                new.setdefault(output.number, x)
+                self._name(x, f"{segment.name}.{output.number}")
+        kept = [args[place] for place in sorted(record.kept_arguments)] + [new[n] for n in sorted(record.kept_results)]
+        counted = [x for x in kept if isinstance(x, Tensor) and storage_id(x) in self._names]
+        shared = {self._names[storage_id(x)]: x.untyped_storage().nbytes() for x in counted}
+        self.footprints[segment.name] = Footprint(record.own_bytes, shared, record.transient_bytes)
+        return tuple(results) if record.is_tuple else results[0]
+
+    def _name(self, x: Tensor, name: str) -> None:
+        if storage_id(x) not in self._names:
+            self._names[storage_id(x)] = name
+            self._alive.append(x)
+
+    def _result(self, output: Output, args: Sequence[object]) -> Tensor:
+        """A tensor such as the segment returns."""
+        if output.argument is not None:
+            base = args[output.argument]
+            assert isinstance(base, Tensor)
+            x = torch.as_strided(base.detach(), output.shape, output.strides, output.offset)
+        else:
+            size = output.num_bytes // output.dtype.itemsize
+            x = torch.as_strided(torch.empty(size, dtype=output.dtype), output.shape, output.strides, output.offset)
+        return x.requires_grad_(output.requires_grad)
+
+    def _run(self, kind: str, run: Function, args: Sequence[object]) -> Record:
+        """Forward and backward of a segment."""
+        given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
+        places = {storage_id(x): i for i, x in reversed(list(enumerate(given))) if isinstance(x, Tensor)}
+        saved: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            saved[storage_id(x)] = x.untyped_storage().nbytes()
+            return x
+
+        self.on_keep = pack
+        with LiveBytes() as live:
+            with saved_tensors_hooks(pack, lambda x: x):
+                returned = run(*given)
+            outputs, is_tuple = (returned, True) if isinstance(returned, tuple) else ((returned,), False)
+            found = describe(outputs, places)
+            results = {storage_id(x): o.number for x, o in zip(outputs, found, strict=True) if o.argument is None}
+            made = {key: size for key, size in saved.items() if key not in self.permanent and key not in places}
+            roots = [get_gradient_edge(x) for x in outputs if x.requires_grad]
+            gradients = [torch.empty_like(x) for x in outputs if x.requires_grad]
+            forward = live.peak
+            del returned, outputs
+            live.reset_peak()
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            most = max(forward, live.peak)
+        return Record(
+            found,
+            is_tuple,
+            sum(size for key, size in made.items() if key not in results),
+            frozenset(places[key] for key in saved if key in places and key not in self.permanent),
+            frozenset(number for key, number in results.items() if key in saved),
+            most - sum(made.values()),
+        )
+
+
+def describe(outputs: Sequence[Tensor], places: Mapping[int, int]) -> tuple[Output, ...]:
+    """Results as views of arguments or of new storages. `places`: arguments by storage."""
+    numbers: dict[int, int] = {}
+    found = []
+    for x in outputs:
+        place = places.get(storage_id(x))
+        number = -1 if place is not None else numbers.setdefault(storage_id(x), len(numbers))
+        size = x.untyped_storage().nbytes()
+        found.append(Output(place, number, size, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.requires_grad))
+    return tuple(found)
+
+
+@dataclass
+class Measurer:
+    """Footprints under some layouts. What was measured is kept."""
+
+    assignment: Assignment
+    mesh: Mesh
+    known: dict[tuple[tuple[str, Recomputation], ...], Mapping[str, Footprint]] = field(default_factory=dict, compare=False)
+
+    def measure(self, by_kind: Mapping[str, Recomputation]) -> Mapping[str, Footprint]:
+        """Footprints by segment, when of every segment of a kind the same is recomputed."""
+        key = tuple((kind, by_kind.get(kind, NOTHING)) for kind in self.assignment.kinds.by_name)
+        if key not in self.known:
+            self.known[key] = self._measure(by_kind)
+        return self.known[key]
+
+    def _measure(self, by_kind: Mapping[str, Recomputation]) -> Mapping[str, Footprint]:
+        rt = Trial(self.assignment, self.mesh)
+        run_trial(rt, self.assignment, self.mesh, by_kind)
+        return settled(rt.footprints)
+
+
+def run_trial(rt: Trial, assignment: Assignment, mesh: Mesh, by_kind: Mapping[str, Recomputation]) -> None:
+    """Runs the whole model's program once, on fake tensors."""
+    graph = assignment.kinds.graph
+    recomputed = {s.name: by_kind.get(s.kind, NOTHING) for s in graph.segments}
+    program = load_program(emit_stage(Staging(assignment, mesh, (graph.segments,), recomputed), 0), 0, Path("<footprint>"))
+    with FakeTensorMode():
+        weights = {}
+        for p in graph.parameters:
+            shape = assignment.parameter_layout(p.path).local_shape(p.value.shape, mesh)
+            weights[p.path] = torch.empty(shape, dtype=getattr(torch, p.value.dtype), requires_grad=p.trainable)
+            if p.trainable:
+                weights[p.path].grad = torch.empty_like(weights[p.path])
+        inputs = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v in graph.inputs}
+        buffers = {path: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v, path in graph.buffers}
+        with torch.no_grad():
+            constants = program.constants(rt, buffers)
+            denominators = [count.float() for count in program.counts(rt, constants, inputs)]
+        fixed = [*weights.values(), *inputs.values(), *buffers.values(), *constants.values()]
+        rt.permanent = {storage_id(x) for x in fixed}
+        program.forward(rt, Weights(weights), constants, inputs, (), denominators)
+
+
+def settled(found: Mapping[str, Footprint]) -> dict[str, Footprint]:
+    """What one segment alone keeps is its own."""
+    keepers = Counter(name for footprint in found.values() for name in footprint.shared)
+    return {
+        segment: Footprint(
+            f.own_bytes + sum(size for name, size in f.shared.items() if keepers[name] == 1),
+            {name: size for name, size in f.shared.items() if keepers[name] > 1},
+            f.transient_bytes,
+        )
+        for segment, f in found.items()
+    }
