@@ -3,14 +3,16 @@
     matmul        linear layers of growing size by dtype: peak_flops is the best rate, matmul_by_flops the share by size
     memory        additions of growing size: bandwidth_bytes_per_s is that of the largest, memory_by_bytes the share by size
     overhead      forward and backward of many additions of four numbers
+    ops           forward and backward of common ops by size, a small program and the optimizer (op_profile)
     collectives   all-reduce, all-gather, reduce-scatter, all-to-all and messages by size, through the runtime's own axes, on all ranks
                   of this job; without torchrun the command starts ranks of its own (gloo, or NCCL where every rank has a GPU)
 
-Other work on the machine only adds time. So a time of computing is the least of its runs, in CPU time on a CPU; that of a collective
-is the lower quartile, and no smaller message takes longer than a larger one. A CPU has one thread per rank, as torchrun sets it.
-Memory of a machine is shared among its ranks, and so are its cores where there are more ranks.
+All ranks measure at the same time, since what they share is shared in a step too. Times of the first three are the least of many runs, in
+CPU time on a CPU; those of ops are medians; those of collectives too, and no smaller message takes longer than a larger one.
+A CPU has one thread per rank, as torchrun sets it. Memory of a machine is shared among its ranks, and so are its cores where there are more
+ranks (`ranks_per_core`).
 
-    python -m meshwright.profiling OUT SECONDS     one rank of the second part (torchrun sets its variables)
+    python -m meshwright.profiling OUT SECONDS ELEMENTS    one rank (torchrun sets its variables); rank 0 writes JSON
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.distributed as dist
 import yaml
 
 from meshwright.compiler.hardware import read_hardware
+from meshwright.op_profile import Effort, growing, measure_ops, measure_program, rounded, update_bytes_per_s
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.axes import Axis, build_axes
@@ -38,8 +41,7 @@ from meshwright.runtime.launch import choose_device
 Points = list[list[float]]
 Progress = Callable[[str], None]
 
-BUDGET_S = 0.25
-"""Seconds that one size is measured for."""
+EFFORT = Effort()
 LEAST_RUNS = 5
 PATIENCE_S = 600
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
@@ -53,21 +55,25 @@ def profile(output: Path, ranks: int, progress: Progress) -> dict[str, object]:
     """Measures and writes; the file's data. Under torchrun every rank calls it and rank 0 writes. InputError for a bad place."""
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"-o: {output} cannot be written; give the path of a file in a directory that exists")
-    under_torchrun = "WORLD_SIZE" in os.environ
-    if under_torchrun:
+    if "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
-        found = measure_collectives(progress, BUDGET_S) if ranks > 1 else None
+        data = measure(ranks, progress, EFFORT)
         if int(os.environ.get("RANK", "0")):
             return {}
     else:
-        found = start_ranks(ranks, progress) if ranks > 1 else None
-    data = {**measure_device(ranks, progress), "levels": [level(found, ranks)]}
+        data = start_ranks(ranks, progress) if ranks > 1 else measure(1, progress, EFFORT)
     read_hardware(data, "profile")
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=130)
     partial = output.with_name(output.name + ".partial")
     partial.write_text(f"# Measured by meshwright profile, {ranks} ranks, torch {torch.__version__}, one thread per rank.\n{text}", "utf-8")
     partial.replace(output)
     return data
+
+
+def measure(ranks: int, progress: Progress, effort: Effort) -> dict[str, object]:
+    """The keys of a hardware file, as one of so many ranks that measure together."""
+    found = measure_collectives(progress, effort) if ranks > 1 else None
+    return {**measure_device(ranks, progress, effort), "levels": [level(found, ranks)]}
 
 
 def level(found: dict[str, Points] | None, ranks: int) -> dict[str, object]:
@@ -88,11 +94,7 @@ def level(found: dict[str, Points] | None, ranks: int) -> dict[str, object]:
     }
 
 
-def rounded(number: float) -> float:
-    return float(f"{number:.4g}")
-
-
-def measure_device(ranks: int, progress: Progress) -> dict[str, object]:
+def measure_device(ranks: int, progress: Progress, effort: Effort) -> dict[str, object]:
     """The keys of a hardware file about one device."""
     device = choose_device(None)
     if device.type == "cpu":
@@ -101,27 +103,35 @@ def measure_device(ranks: int, progress: Progress) -> dict[str, object]:
     for dtype in DTYPES[device.type]:
         name = str(dtype).removeprefix("torch.")
         progress(f"matmul, {name}")
-        rates = matmul_rates(device, dtype)
+        rates = matmul_rates(device, dtype, effort)
         peaks[name] = rounded(max(rate for _, rate in rates))
         if dtype == torch.float32:
             curve = [[flops, rounded(rate / peaks[name])] for flops, rate in rates]
     progress("memory")
-    moved = memory_rates(device)
+    moved = memory_rates(device, effort)
     bandwidth = moved[-1][1]
     crowd = max(1.0, ranks / (os.cpu_count() or 1)) if device.type == "cpu" else 1.0
-    return {
+    efficiency: dict[str, object] = {
+        "matmul": curve[-1][1],
+        "memory": 1.0,
+        "matmul_by_flops": curve,
+        "memory_by_bytes": [[size, rounded(rate / bandwidth)] for size, rate in moved],
+    }
+    data: dict[str, object] = {
         "name": device_name(device),
         "memory_bytes": memory_bytes(device) // (ranks if device.type == "cpu" else 1),
         "bandwidth_bytes_per_s": rounded(bandwidth / crowd),
         "peak_flops": {name: rounded(peak / crowd) for name, peak in peaks.items()},
-        "efficiency": {
-            "matmul": curve[-1][1],
-            "memory": 1.0,
-            "matmul_by_flops": curve,
-            "memory_by_bytes": [[size, rounded(rate / bandwidth)] for size, rate in moved],
-        },
-        "op_overhead_s": rounded(op_overhead_s(device) * crowd),
+        "efficiency": efficiency,
+        "op_overhead_s": rounded(op_overhead_s(device, effort) * crowd),
+        "update_bytes_per_s": rounded(update_bytes_per_s(device, effort.budget_s) / crowd),
+        "ranks_per_core": crowd,
     }
+    efficiency["ops"] = measure_ops(device, effort, crowd, progress)
+    progress("a program")
+    hardware = read_hardware({**data, "levels": [level(None, 1)]}, "profile")
+    efficiency["program"] = measure_program(hardware, device, effort.budget_s, crowd)
+    return data
 
 
 def device_name(device: torch.device) -> str:
@@ -143,44 +153,43 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fastest_s(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Seconds of one run, the least of many; `repeats` runs are timed together."""
+def fastest_s(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Seconds of one run, the least of many."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     run()
     synchronize(device)
-    best, end, count = float("inf"), time.perf_counter() + BUDGET_S, 0
+    best, end, count = float("inf"), time.perf_counter() + budget_s, 0
     while time.perf_counter() < end or count < LEAST_RUNS:
         start = clock()
-        for _ in range(repeats):
-            run()
+        run()
         synchronize(device)
-        best = min(best, (clock() - start) / repeats)
+        best = min(best, clock() - start)
         count += 1
     return best
 
 
-def matmul_rates(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+def matmul_rates(device: torch.device, dtype: torch.dtype, effort: Effort) -> list[tuple[float, float]]:
     """(operations, operations per second) of linear layers."""
     found = []
-    for size in MATMUL_SIZES[device.type]:
+    for size in (n for n in MATMUL_SIZES[device.type] if n * n <= effort.largest):
         x = torch.randn(size, size, device=device, dtype=dtype)
         weight = torch.randn(size, size, device=device, dtype=dtype)
-        seconds = fastest_s(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), device)  # type: ignore[misc]
+        seconds = fastest_s(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), device, effort.budget_s)  # type: ignore[misc]
         found.append((2.0 * size**3, 2.0 * size**3 / seconds))
     return found
 
 
-def memory_rates(device: torch.device) -> list[tuple[float, float]]:
+def memory_rates(device: torch.device, effort: Effort) -> list[tuple[float, float]]:
     """(bytes read and written, bytes per second) of additions of two arrays into a third."""
     found = []
-    for count in MEMORY_SIZES[device.type]:
+    for count in (n for n in MEMORY_SIZES[device.type] if n <= effort.largest):
         x, y, out = (torch.ones(count, device=device) for _ in range(3))
-        seconds = fastest_s(lambda x=x, y=y, out=out: torch.add(x, y, out=out), device)  # type: ignore[misc]
+        seconds = fastest_s(lambda x=x, y=y, out=out: torch.add(x, y, out=out), device, effort.budget_s)  # type: ignore[misc]
         found.append((12.0 * count, 12.0 * count / seconds))
     return found
 
 
-def op_overhead_s(device: torch.device) -> float:
+def op_overhead_s(device: torch.device, effort: Effort) -> float:
     """Seconds of an op that computes next to nothing, the mean of forward and backward."""
     x = torch.zeros(4, device=device, requires_grad=True)
 
@@ -190,25 +199,25 @@ def op_overhead_s(device: torch.device) -> float:
             y = y + x
         y.sum().backward()
 
-    return fastest_s(chain, device) / (2 * CHAIN)
+    return fastest_s(chain, device, effort.budget_s) / (2 * CHAIN)
 
 
-def start_ranks(ranks: int, progress: Progress) -> dict[str, Points]:
-    """Collectives measured by ranks of their own on this machine."""
-    progress(f"collectives on {ranks} ranks")
+def start_ranks(ranks: int, progress: Progress) -> dict[str, object]:
+    """Measured by ranks of their own on this machine."""
+    progress(f"{ranks} ranks")
     with tempfile.TemporaryDirectory(prefix="meshwright-profile-") as folder:
-        out = Path(folder) / "collectives.json"
+        out = Path(folder) / "found.json"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launch += ["-m", "meshwright.profiling", str(out), str(BUDGET_S)]
+        launch += ["-m", "meshwright.profiling", str(out), str(EFFORT.budget_s), str(EFFORT.largest)]
         done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         if done.returncode or not out.is_file():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise InputError(f"profile: {ranks} ranks could not measure collectives: {last}")
-        found: dict[str, Points] = json.loads(out.read_text())
+            raise InputError(f"profile: {ranks} ranks could not measure this machine: {last}")
+        found: dict[str, object] = json.loads(out.read_text())
     return found
 
 
-def measure_collectives(progress: Progress, budget_s: float) -> dict[str, Points]:
+def measure_collectives(progress: Progress, effort: Effort) -> dict[str, Points]:
     """[bytes, seconds] by collective, on all ranks of this job; the same everywhere."""
     device = choose_device(None)
     if device.type == "cpu":
@@ -220,18 +229,10 @@ def measure_collectives(progress: Progress, budget_s: float) -> dict[str, Points
     found: dict[str, Points] = {}
     for name, run in runs(axis).items():
         progress(name)
-        found[name] = growing([[float(size), together_s(run, size, axis, device, budget_s)] for size in MESSAGE_SIZES])
+        sizes = [size for size in MESSAGE_SIZES if size // 4 <= effort.largest]
+        found[name] = growing([[float(size), together_s(run, size, axis, device, effort.budget_s)] for size in sizes])
+    found["message"] = [[size, rounded(seconds / 2)] for size, seconds in found["message"]]
     return found
-
-
-def growing(points: Points) -> Points:
-    """No size takes longer than a larger one."""
-    least = float("inf")
-    found = []
-    for size, seconds in reversed(points):
-        least = min(least, seconds)
-        found.append([size, least])
-    return found[::-1]
 
 
 def runs(axis: Axis) -> dict[str, Callable[[torch.Tensor], object]]:
@@ -257,7 +258,7 @@ def message(x: torch.Tensor, index: int) -> None:
 
 
 def together_s(run: Callable[[torch.Tensor], object], size: int, axis: Axis, device: torch.device, budget_s: float) -> float:
-    """Seconds of one run on all ranks: the slowest rank's, lower quartile over runs."""
+    """Seconds of one run on all ranks: the slowest rank's, median over runs."""
     x = torch.ones(size // 4 // axis.size * axis.size, device=device)
     times = []
     count = torch.ones(())
@@ -273,14 +274,12 @@ def together_s(run: Callable[[torch.Tensor], object], size: int, axis: Axis, dev
         dist.all_reduce(count, op=dist.ReduceOp.MIN)
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    seconds = float(slowest.sort().values[len(times) // 4])
-    return rounded(seconds)
+    return rounded(float(slowest.median()))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One rank: measures collectives, each size for so many seconds; rank 0 writes them. Arguments: file, seconds."""
-    found = measure_collectives(lambda text: None, float(arguments[1]))
-    found["message"] = [[size, rounded(seconds / 2)] for size, seconds in found["message"]]
+    """One rank: measures; rank 0 writes. Arguments: file, seconds, elements (Effort)."""
+    found = measure(int(os.environ["WORLD_SIZE"]), lambda text: None, Effort(float(arguments[1]), int(arguments[2])))
     if dist.get_rank() == 0:
         Path(arguments[0]).write_text(json.dumps(found))
     dist.barrier()

@@ -3,9 +3,11 @@
     work             op_cost: (flops, bytes) of the forward. Matmuls, attention and convolutions count two operations per
                      multiply-add; every other op counts only the bytes that it reads and writes; views cost nothing
     backward work    backward_cost: a matmul runs once more for each operand that needs a gradient; attention runs 2.5 times its
-                     forward, since it recomputes the scores (Dao, arXiv 2307.08691, section 3.1); other ops move the gradients
+                     forward, since it recomputes the scores (Dao, arXiv 2307.08691, section 3.1); a slice writes zeros for all that it
+                     was cut from, an expanded tensor sums over its copies, other views do nothing; other ops move the gradients
                      of their results and operands, and read what they saved
-    seconds          op_time_s: max(flops / reached flops per s, bytes / reached bytes per s), and the device's overhead per op
+    seconds          op_time_s: as it was measured, where the hardware says (compiler.measured_ops); else
+                     max(flops / reached flops per s, bytes / reached bytes per s), and the device's overhead per op
                      (Williams et al., Roofline, CACM 52(4), 2009)
 
 `fraction` is the part of the op that one rank computes under its layout (1/tp when it is sharded).
@@ -18,6 +20,7 @@ from math import prod
 
 from meshwright.compiler.graph import Op, Ref, Value
 from meshwright.compiler.hardware import Hardware
+from meshwright.compiler.measured_ops import measured_as, measured_s
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -31,6 +34,9 @@ VIEWS = frozenset({
     "reshape_as", "_unsafe_view", "movedim", "swapaxes", "swapdims", "diagonal", "unfold",
 })  # fmt: skip
 """Short names of ops that look at memory another way. (`reshape` may copy; in the models' attention it does not.)"""
+
+CUTS = frozenset({"expand", "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"})
+"""Views whose gradient is a tensor of its own."""
 
 ATTENTION_BACKWARD = 2.5
 
@@ -150,9 +156,11 @@ def backward_cost(op: Op, values: Values, fraction: float = 1.0) -> tuple[float,
     """(flops, bytes) of one rank's part of the backward; nothing when no operand needs a gradient."""
     name, operands = short_name(op), positional(op, values)
     wanted = tuple(v for v in distinct(op, values) if v.requires_grad)
+    results = sum(value_bytes(r) for r in op.results)
+    if name in CUTS and wanted:
+        return 0.0, (2 * results + value_bytes(wanted[0])) * fraction
     if name in VIEWS or not wanted:
         return 0.0, 0.0
-    results = sum(value_bytes(r) for r in op.results)
     if name == "scaled_dot_product_attention":
         moved = 2 * results + 2 * sum(value_bytes(v) for v in operands)
         return ATTENTION_BACKWARD * matmul_flops(op, values) * fraction, moved * fraction
@@ -169,8 +177,15 @@ def backward_cost(op: Op, values: Values, fraction: float = 1.0) -> tuple[float,
 def op_time_s(op: Op, values: Values, fraction: float, hardware: Hardware) -> tuple[float, float]:
     """(forward, backward) seconds of one rank's part of an op."""
     dtype = op.results[0].dtype
-    forward = roofline_s(op_cost(op, values, fraction), dtype, hardware)
-    return forward, roofline_s(backward_cost(op, values, fraction), dtype, hardware)
+    costs = op_cost(op, values, fraction), backward_cost(op, values, fraction)
+    name = short_name(op)
+    measured = measured_s(measured_as(name, op, values), (amount(costs[0]), amount(costs[1])), dtype, hardware)
+    return measured or (roofline_s(costs[0], dtype, hardware), roofline_s(costs[1], dtype, hardware))
+
+
+def amount(cost: tuple[float, float]) -> float:
+    """The work of (flops, bytes) by which an op is measured: its flops if it has any."""
+    return cost[0] or cost[1]
 
 
 def roofline_s(cost: tuple[float, float], dtype: str, hardware: Hardware) -> float:

@@ -7,8 +7,14 @@ A hardware file is YAML; those that ship are compiler/hardware/NAME.yaml:
     bandwidth_bytes_per_s    of the device's memory
     peak_flops               floating-point operations per second by dtype; a dtype that is not listed runs as float32
     efficiency               shares of the peaks that real programs reach: {matmul, memory}; and, where they were measured, curves
-                             {matmul_by_flops, memory_by_bytes}: lists of [size of an op, share], read between sizes on a log scale
+                             {matmul_by_flops, memory_by_bytes}: lists of [size of an op, share], read between sizes on a log scale;
+                             {ops}: by op, {forward, backward}: lists of [work, seconds], flops of products and attention, bytes moved by
+                             others (compiler.flops), which stand for the roofline; {program: {forward, backward}}: how many times as
+                             long as its ops a whole program takes
     op_overhead_s            seconds that an op takes however small it is
+    update_bytes_per_s       bytes of parameters that the optimizer updates per second, where that was measured
+    ranks_per_core           where ranks outnumber cores, how many share one: all rates are those of a share, and a rank that waits
+                             lends its own to the others
     levels                   links, innermost first: {name, ranks, latency_s, bandwidth_bytes_per_s, overlaps}. A level joins `ranks`
                              consecutive ranks (a node); the last one joins all (null). Bandwidth is one device's, one way. Where they
                              were measured, {measured_ranks, collectives}: by name (all-reduce, all-gather, reduce-scatter,
@@ -74,6 +80,8 @@ class Link:
     memory_bytes_per_s   the devices' memory, for what a rank does alone: slicing and padding
     overlaps             whether collectives run beside matmuls; not where the same cores do both
     reduce_bytes_per_s   adding what arrives; infinite where that overlaps with the transfer, as in NCCL
+    update_bytes_per_s   parameters that the devices update per second; None where that was not measured
+    ranks_per_core       above 1 where ranks share cores
     measured             (collective, [bytes, seconds] points) on `measured_ranks` ranks
     """
 
@@ -81,6 +89,8 @@ class Link:
     bandwidth_bytes_per_s: float
     memory_bytes_per_s: float = inf
     reduce_bytes_per_s: float = inf
+    update_bytes_per_s: float | None = None
+    ranks_per_core: float = 1.0
     overlaps: bool = True
     name: str = ""
     measured: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
@@ -93,6 +103,22 @@ class Link:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class OpTimes:
+    """Seconds of an op in float32 by its work, which compiler.flops counts; no backward where no gradient flows."""
+
+    forward: Annotated[Curve, Field(min_length=1)]
+    backward: Curve = ()
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ProgramTimes:
+    """How many times as long as its ops a whole program takes."""
+
+    forward: Positive = 1.0
+    backward: Positive = 1.0
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class Efficiency:
     """Shares of the peaks that are reached; the curves go from small ops to large ones. (Caches may outrun memory.)"""
 
@@ -100,6 +126,8 @@ class Efficiency:
     memory: Share
     matmul_by_flops: Curve = ()
     memory_by_bytes: Curve = ()
+    ops: Mapping[str, OpTimes] = field(default_factory=dict)
+    program: ProgramTimes = field(default_factory=ProgramTimes)
 
 
 @dataclass(frozen=True)
@@ -112,6 +140,8 @@ class Device:
     peak_flops: Mapping[str, float]
     efficiency: Efficiency
     op_overhead_s: float
+    update_bytes_per_s: float | None = None
+    ranks_per_core: float = 1.0
 
     def flops_per_s(self, dtype: str) -> float:
         """Reached floating-point operations per second of matmuls in `dtype` ("bfloat16")."""
@@ -184,6 +214,8 @@ class Hardware:
             level.latency_s,
             bandwidth,
             self.device.memory_bytes_per_s,
+            update_bytes_per_s=self.device.update_bytes_per_s,
+            ranks_per_core=self.device.ranks_per_core,
             overlaps=level.overlaps,
             name=level.name,
             measured=tuple(level.collectives.items()),
@@ -202,6 +234,8 @@ class HardwareFile(BaseModel):
     peak_flops: Mapping[str, Positive]
     efficiency: Efficiency
     op_overhead_s: NonNegative
+    update_bytes_per_s: Positive | None = None
+    ranks_per_core: Annotated[float, Field(ge=1)] = 1.0
     levels: tuple[Level, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -222,6 +256,9 @@ class HardwareFile(BaseModel):
         """Every measured curve, with where it is."""
         yield "efficiency.matmul_by_flops", self.efficiency.matmul_by_flops
         yield "efficiency.memory_by_bytes", self.efficiency.memory_by_bytes
+        for name, times in self.efficiency.ops.items():
+            yield f"efficiency.ops.{name}.forward", times.forward
+            yield f"efficiency.ops.{name}.backward", times.backward
         for number, level in enumerate(self.levels):
             yield from ((f"levels[{number}].collectives.{name}", curve) for name, curve in level.collectives.items())
 
@@ -234,6 +271,8 @@ class HardwareFile(BaseModel):
             self.peak_flops,
             self.efficiency,
             self.op_overhead_s,
+            self.update_bytes_per_s,
+            self.ranks_per_core,
         )
         return Hardware(self.name, device, Topology(self.levels))
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
-from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages, priced
+from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, priced
 from meshwright.passes.simulate import default_chunks, stage_in_flight
 from meshwright.passes.synthesise import Problem, synthesise
 from meshwright.plans.errors import InputError
@@ -129,7 +129,8 @@ def synthesised(segments: Sequence[SegmentCost], pipeline: Pipeline, best: Sched
     )
     found = priced(held, order, best.stages.times)
     end_s = best.stages.end_s
-    return ScheduleChoice(SYNTHESISED, best.chunks, replace(found, step_s=found.step_s + end_s, end_s=end_s))
+    step_s = found.step_s * busy_share(found, pipeline.link) + end_s
+    return ScheduleChoice(SYNTHESISED, best.chunks, replace(found, step_s=step_s, end_s=end_s))
 
 
 def named(segments: Sequence[SegmentCost], pipeline: Pipeline, name: str) -> ScheduleChoice:

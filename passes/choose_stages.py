@@ -128,6 +128,7 @@ def choose_stages(
         spans = zip((0, *cuts[:-1]), cuts, kept, strict=True)
         stages = tuple(stage_cost(segments[start:stop], count, holding) for start, stop, count in spans)
         found = priced(stages, order, stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]]), settled)
+        found = replace(found, step_s=found.step_s * busy_share(found, link))
         if dp_link is None:
             return found
         end_s = step_end_s(holding, [(s.parameter_bytes, s.forward_s, s.backward_s) for s in stages], dp_link)
@@ -150,6 +151,11 @@ def priced(stages: tuple[StageCost, ...], order: Schedule, times: Times, settled
     """The time of a step of an order; of (ranks, micro-batches) without flushes when `settled`."""
     timeline: Timeline = timed(order, times) if settled is None else steady(*settled, times)
     return StageChoice(stages, timeline.step_s, timeline.bubble, timeline.in_flight, order, times)
+
+
+def busy_share(found: StageChoice, link: Link | None) -> float:
+    """What is left of a step where ranks share cores: those that wait lend theirs, so the work decides, or one rank with a whole core."""
+    return 1.0 if link is None or link.ranks_per_core <= 1 else max(1 / link.ranks_per_core, 1 - found.bubble)
 
 
 def item(segment: SegmentCost, transfer_s: float, holding: Holding) -> Item:

@@ -6,7 +6,8 @@
     sums           ZeRO 0: one all-reduce of the gradients; 1 and 2: reduce-scatter and all-gather, the same bytes; 3: for every
                    micro-batch two all-gathers and one reduce-scatter (1.5 times the bytes, section 7)
     overlap        where collectives run beside matmuls, the sums of the last micro-batch hide behind its backward: only what is left counts
-    update         UPDATE_PASSES reads or writes of 4 bytes per element: squares for the norm, clipping, AdamW
+    update         the measured rate of the hardware; else UPDATE_PASSES reads or writes of 4 bytes per element: squares for the norm,
+                   clipping, AdamW
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ def sums_s(holding: Holding, size_bytes: int, forward_s: float, backward_s: floa
     return max(0.0, whole - hidden)
 
 
-def update_s(holding: Holding, size_bytes: int, memory_bytes_per_s: float) -> float:
-    """Seconds of the optimizer's update of `size_bytes` of parameters."""
+def update_s(holding: Holding, size_bytes: int, link: Link) -> float:
+    """Seconds of the optimizer's update of `size_bytes` of parameters, on the devices that `link` joins."""
     own = holding.sharded(size_bytes) if holding.zero else size_bytes
-    return UPDATE_PASSES * own / memory_bytes_per_s
+    return own / (link.update_bytes_per_s or link.memory_bytes_per_s / UPDATE_PASSES)
 
 
 def step_end_s(holding: Holding, stages: Sequence[tuple[int, float, float]], link: Link) -> float:
     """The slowest stage's sums and update: (parameter bytes, forward and backward seconds of a micro-batch) of each stage."""
     return max(
-        sums_s(holding, size, forward, backward, link) + update_s(holding, size, link.memory_bytes_per_s)
+        sums_s(holding, size, forward, backward, link) + update_s(holding, size, link)
         for size, forward, backward in stages
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.compiler import costs
 from meshwright.compiler.flops import backward_cost, op_cost, op_time_s
 from meshwright.compiler.graph import Op, Ref, Value
-from meshwright.compiler.hardware import Link, known_hardware, leaves_block, load_hardware
+from meshwright.compiler.hardware import Link, OpTimes, ProgramTimes, known_hardware, leaves_block, load_hardware, read_seconds
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import CONVERSIONS, I, P, R, Type, shard
 from meshwright.plans.mesh import Mesh
@@ -236,3 +237,25 @@ def test_seconds_follow_the_roofline() -> None:
     assert op_time_s(large, values, 0.5, h100)[0] == pytest.approx(forward / 2, rel=1e-2)
     small, values = op_of("aten.add.Tensor", {"x": (8,), "y": (8,)}, (8,))
     assert op_time_s(small, values, 1.0, h100)[0] == pytest.approx(h100.device.op_overhead_s, rel=1e-3)
+
+
+def test_measured_ops_stand_for_the_roofline() -> None:
+    cpu = load_hardware("cpu")
+    times = OpTimes(((1e3, 1e-5), (1e6, 1e-3)), ((1e3, 2e-5), (1e6, 4e-3)))
+    efficiency = replace(cpu.device.efficiency, ops={"linear": times, "broadcast": times}, program=ProgramTimes(1.5, 2.0))
+    here = replace(cpu, device=replace(cpu.device, efficiency=efficiency, peak_flops={"float32": 1e11, "bfloat16": 2e11}))
+    linear, values = op_of("aten.linear.default", {"x": (50, 100), "w": (100, 100)}, (50, 100))
+    assert op_time_s(linear, values, 1.0, here) == pytest.approx((1.5e-3, 2 * read_seconds(times.backward, 2e6)))
+    assert op_time_s(linear, values, 1e-3, here)[0] == pytest.approx(1.5e-5)
+    half = {**values, "out": replace(values["out"], dtype="bfloat16")}
+    assert op_time_s(replace(linear, results=(half["out"],)), half, 1.0, here)[0] == pytest.approx(0.75e-3)
+    scaled, values = op_of("aten.mul.Tensor", {"x": (100, 100), "w": (100,)}, (100, 100))
+    assert op_time_s(scaled, values, 1.0, here)[0] == pytest.approx(1.5 * read_seconds(times.forward, 4 * 20100))
+    plain, values = op_of("aten.mul.Tensor", {"x": (100, 100), "y": (100, 100)}, (100, 100))
+    assert op_time_s(plain, values, 1.0, here) == op_time_s(plain, values, 1.0, cpu), "not measured: the roofline"
+
+
+def test_what_is_cut_from_a_tensor_costs_zeros_in_backward() -> None:
+    cut, values = op_of("aten.slice.Tensor", {"x": (100, 8)}, (50, 8), 0, 0, 50)
+    assert op_cost(cut, values) == (0, 0)
+    assert backward_cost(cut, values) == (0, 4 * (2 * 400 + 800))

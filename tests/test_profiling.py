@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import profiling
+from meshwright import op_profile, profiling
 from meshwright.cli import main
 from meshwright.compiler.costs import all_reduce_s, reduce_scatter_s
 from meshwright.compiler.hardware import load_hardware, read_curve, read_seconds
+from meshwright.compiler.measured_ops import LIKE
 from meshwright.plans.mesh import Mesh
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "BUDGET_S", 0.01)
-    monkeypatch.setattr(profiling, "MATMUL_SIZES", {"cpu": (16, 64), "cuda": (16, 64)})
-    monkeypatch.setattr(profiling, "MEMORY_SIZES", {"cpu": (1024, 4096), "cuda": (1024, 4096)})
+    monkeypatch.setattr(profiling, "EFFORT", op_profile.Effort(0.005, 1 << 14))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
@@ -39,7 +38,10 @@ def test_two_ranks_are_started_and_their_collectives_are_in_the_file(tmp_path: P
 def test_one_rank_measures_no_collectives(tmp_path: Path) -> None:
     data = profiling.profile(tmp_path / "alone.yaml", 1, lambda text: None)
     assert "collectives" not in str(data["levels"])
-    assert load_hardware(str(tmp_path / "alone.yaml")).device.flops_per_s("float32") > 0
+    device = load_hardware(str(tmp_path / "alone.yaml")).device
+    assert device.flops_per_s("float32") > 0 and device.update_bytes_per_s and device.ranks_per_core == 1
+    assert set(device.efficiency.ops) == set(LIKE.values())
+    assert device.efficiency.program.forward > 0 and device.efficiency.program.backward > 0
     assert [path.name for path in tmp_path.iterdir()] == ["alone.yaml"]
 
 
@@ -59,4 +61,4 @@ def test_curves_are_read_between_their_points() -> None:
 
 
 def test_smaller_messages_never_take_longer() -> None:
-    assert profiling.growing([[1, 5.0], [2, 3.0], [4, 4.0]]) == [[1, 3.0], [2, 3.0], [4, 4.0]]
+    assert op_profile.growing([[1, 5.0], [2, 3.0], [4, 4.0]]) == [[1, 3.0], [2, 3.0], [4, 4.0]]

@@ -41,5 +41,5 @@ def test_sums_hide_behind_the_last_backward_where_links_overlap() -> None:
 
 def test_the_slowest_stage_ends_the_step() -> None:
     ends = [(10**8, 1.0, 1.0), (10**9, 1.0, 1.0)]
-    assert step_end_s(Holding(), ends, LINK) == pytest.approx(update_s(Holding(), 10**9, 1e10))
-    assert update_s(Holding(zero=1, shards=4), 10**9, 1e10) == pytest.approx(update_s(Holding(), 10**9, 1e10) / 4)
+    assert step_end_s(Holding(), ends, LINK) == pytest.approx(update_s(Holding(), 10**9, LINK))
+    assert update_s(Holding(zero=1, shards=4), 10**9, LINK) == pytest.approx(update_s(Holding(), 10**9, LINK) / 4)
