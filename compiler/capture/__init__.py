@@ -163,6 +163,7 @@ def simplify(traced: Traced) -> Graph:
         mark_gradients,
         drop_no_ops,
         drop_unused,
+        rename,
         refuse_random,
         assign_levels,
         merge_equal,

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, masking_utils
 from meshwright.compiler.capture.functions import own_backwards, recorded_applications
 from meshwright.compiler.capture.hooks import no_new_hooks, refuse_hooks
 from meshwright.compiler.capture.opaque import opaque_functions
+from meshwright.compiler.capture.replicas import replicated_layers
 from meshwright.compiler.capture.source import FAILURES, first_line
 from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import compress
@@ -44,10 +45,11 @@ OWN_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class Exported:
-    """The program, and one line for each thing that was changed to get it."""
+    """The program, one line for each thing that was changed to get it, and whether layers were left out of it (see replicas.py)."""
 
     program: torch.export.ExportedProgram
     notes: tuple[str, ...]
+    has_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,33 +100,56 @@ def find_loss(output: object) -> torch.Tensor:
     return loss.reshape(())
 
 
-def export(module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset()) -> Exported:
-    """Exports the loss of `module` on example keyword arguments; `quiet_modules` (paths) are in evaluation throughout."""
+def export(
+    module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset(), replicate: bool = True
+) -> Exported:
+    """Exports the loss of `module` on example keyword arguments; `quiet_modules` (paths) are in evaluation throughout.
+    `replicate`: leave layers out that are alike (see replicas.py)."""
     failures: list[BaseException] = []
     with in_evaluation([module.get_submodule(path) for path in quiet_modules]):
         for attempt in _attempts(module, example, failures):
             try:
                 with attempt.change():
-                    program = _export_once(module, example, attempt.masked)
+                    program, has_copies = _export_once(module, example, attempt.masked, replicate)
             except FAILURES as error:
                 if not failures and isinstance(error, InputError):
                     raise
                 failures.append(error)
             else:
-                return Exported(program, (attempt.note,) if attempt.note else ())
+                return Exported(program, (attempt.note,) if attempt.note else (), has_copies)
     raise _refusal(failures[0]) from failures[0]
 
 
-def _export_once(module: nn.Module, example: Mapping[str, object], masked: bool) -> torch.export.ExportedProgram:
+def _export_once(
+    module: nn.Module, example: Mapping[str, object], masked: bool, replicate: bool
+) -> tuple[torch.export.ExportedProgram, bool]:
+    """The program, and whether layers were left out of it."""
     refuse_hooks(module)
     with _masks_as_when_run(), no_new_hooks():
         with recorded_applications(module) as applications:
-            program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+            found = _program(module, example, masked, replicate)
         kept = own_backwards(applications)
         if not kept:
-            return program
+            return found
         with opaque_functions(kept):
-            return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+            return _program(module, example, masked, replicate)
+
+
+def _program(
+    module: nn.Module, example: Mapping[str, object], masked: bool, replicate: bool
+) -> tuple[torch.export.ExportedProgram, bool]:
+    """torch.export, with every layer where it does not work with fewer."""
+    if replicate:
+        with replicated_layers(module) as replication:
+            try:
+                program = torch.export.export(LossOnly(module, masked), (), dict(example), strict=False)
+            except FAILURES:
+                if not replication.originals:
+                    raise
+            else:
+                if not replication.broken:
+                    return program, replication.num_copies > 0
+    return torch.export.export(LossOnly(module, masked), (), dict(example), strict=False), False
 
 
 @contextlib.contextmanager

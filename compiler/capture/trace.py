@@ -9,6 +9,7 @@ Already done:
     tied parameters  one Parameter with aliases
     numbers          sizes and numbers that depend on constants are literals (see concretize.py); checks of them are gone
     inputs           one per tensor of the example, nested ones too (see flat_example); what is no tensor is part of the program
+    layers           those that were not traced (see replicas.py) have the ops of those that were
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.export.graph_signature import InputKind
 
 from meshwright.compiler.capture.canonical import PLACEMENT, canonical, written_arguments
 from meshwright.compiler.capture.concretize import NUMBERS, concretize, is_symbolic, model_line
-from meshwright.compiler.capture.exporting import export, flat_example
+from meshwright.compiler.capture.copies import Call, Copies, NotAlikeError, States
+from meshwright.compiler.capture.exporting import Exported, export, flat_example
+from meshwright.compiler.capture.replicas import BEGIN, COPY, END
 from meshwright.compiler.graph import Graph, Op, Parameter, Ref, Value
 from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import compress
@@ -42,12 +45,26 @@ class Traced:
     buffers: dict[str, torch.Tensor]
 
 
-def trace(module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset()) -> Traced:
-    """Exports `module` on example keyword arguments and converts the result; `quiet_modules` (paths) are in evaluation meanwhile."""
-    exported = export(module, example, quiet_modules)
-    conversion = _Conversion(module, exported.program)
-    conversion.notes.extend(exported.notes)
-    return conversion.run(flat_example(example))
+def trace(
+    module: nn.Module, example: Mapping[str, object], quiet_modules: frozenset[str] = frozenset(), replicate: bool = True
+) -> Traced:
+    """Exports `module` on example keyword arguments and converts the result; `quiet_modules` (paths) are in evaluation meanwhile.
+
+    replicate  trace one layer for many that are alike; the result is the same without
+    """
+    exported = export(module, example, quiet_modules, replicate)
+    try:
+        return _converted(module, exported, example)
+    except NotAlikeError:
+        return _converted(module, export(module, example, quiet_modules, False), example)
+
+
+def _converted(module: nn.Module, exported: Exported, example: Mapping[str, object]) -> Traced:
+    conversion = _Conversion(module, exported)
+    traced = conversion.run(flat_example(example))
+    if exported.has_copies:
+        conversion.copies.check(traced.graph.ops, traced.graph.loss)
+    return traced
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,21 +74,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Conversion:
     """One fx graph on its way to the IR: `env` maps fx nodes to Refs or literals, `ops` grows in program order."""
 
-    def __init__(self, module: nn.Module, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, module: nn.Module, exported: Exported) -> None:
         self.module = module
-        self.program = program
+        self.program = exported.program
+        self.has_copies = exported.has_copies
         self.ops: list[Op] = []
         self.values: dict[str, Value] = {}
         self.storages: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = list(exported.notes)
         self.inside = ""
         self.written: set[str] = set()
+        self.copies = Copies()
 
     def run(self, example: Mapping[str, object]) -> Traced:
         env: dict[fx.Node, object] = {}
         inputs, parameters, buffers, tensors = self._placeholders(env, example)
+        self.copies.states = States.of(self.module, {p.path: p.value.name for p in parameters} | {path: v.name for v, path in buffers})
         if is_symbolic(self.program.graph_module):
+            if self.has_copies:
+                raise NotAlikeError("sizes or numbers that depend on data")
             concretize(self.program.graph_module, {value.name: tensors[path] for value, path in buffers})
         loss = self._body(self.program.graph_module, env)[0]
         if not isinstance(loss, Ref):
@@ -209,6 +231,8 @@ class _Conversion:
     def _call(self, node: fx.Node, env: dict[fx.Node, object]) -> object:
         """One ATen call: appends its Op and returns a Ref, or a list of Refs when there are several results."""
         target = str(node.target)
+        if target in (BEGIN, END, COPY):
+            return self._layer(target, node, env)
         fakes = node.meta.get("val")
         if fakes is None and not says_nothing(target):
             raise InputError(f"{_where(node)}: {target} gives no result, so what it does would be lost")
@@ -232,6 +256,28 @@ class _Conversion:
         refs = [Ref(value.name) for value in values]
         return refs if isinstance(fakes, (tuple, list)) else refs[0]
 
+    def _layer(self, target: str, node: fx.Node, env: dict[fx.Node, object]) -> list[Ref] | None:
+        """A layer's call begins, ends, or was left out: then its original's ops take its place."""
+        given, *rest = (_literals(item, env) for item in node.args)
+        names = _names(given)
+        if target == END:
+            self.copies.end(names, _names(rest[0]), self.ops, self.aliases)
+            return None
+        number, module = rest[0], _module_path(node) or self.inside
+        assert isinstance(number, int)
+        if target == BEGIN:
+            self.copies.begin(number, module, names, len(self.ops), len(self.aliases))
+            return None
+        call = self.copies.copy(number, module, names)
+        self._take(call)
+        return [Ref(name) for name in call.results]
+
+    def _take(self, call: Call) -> None:
+        """The ops of a copy."""
+        self.ops.extend(call.ops)
+        self.values.update((value.name, value) for op in call.ops for value in op.results)
+        self.aliases.update(call.aliases)
+
     def _record_aliases(self, op: Op, node: fx.Node, fakes: list[torch.Tensor], env: dict[fx.Node, object]) -> None:
         """Results that share the storage of an operand."""
         schema = getattr(node.target, "_schema", None)
@@ -245,6 +291,15 @@ class _Conversion:
             for value, fake in zip(op.results, fakes, strict=True):
                 if fake.untyped_storage()._cdata == base.untyped_storage()._cdata:
                     self.aliases.setdefault(value.name, ref.name)
+
+
+def _names(refs: object) -> list[str]:
+    """Names of a list of Refs."""
+    assert isinstance(refs, (list, tuple))
+    names = [ref.name for ref in refs if isinstance(ref, Ref)]
+    if len(names) < len(refs):
+        raise NotAlikeError("an argument of a layer is no value of the graph")
+    return names
 
 
 def _inner_path(path: str) -> str:
