@@ -3,8 +3,9 @@
 Every round runs all jobs one after the other, so that what else the machine does meets them alike. A job's figure is the
 CPU seconds of a step, summed over ranks, relative to the single process of the same round; the table has the median over
 rounds, and the largest difference of a loss from the single process's. Two copies of the single process that run at once
-show what sharing the machine alone costs. megatron-core takes part where it can be imported (`pip install --no-deps
-megatron-core einops`). `--only tp=2` runs one group.
+show what sharing the machine alone costs. megatron-core and DeepSpeed take part where they can be imported (`pip install --no-deps
+megatron-core einops`; DeepSpeed also wants py-cpuinfo hjson msgpack psutil ninja, DS_BUILD_OPS=0 and --no-build-isolation).
+`--only tp=2` runs one group.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp-sequence": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "on"},
     "pp": {"mesh": "pp=2", "micro_batch": 2},
     "dp": {"mesh": "dp=2", "micro_batch": 4},
+    **{f"zero-{stage}": {"mesh": "dp=2", "micro_batch": 4, "zero": stage} for stage in (1, 2, 3)},
 }
 """Options of the plans: one micro-batch, or 4 for the pipeline."""
 
@@ -58,16 +60,22 @@ JOBS = (
     Job("pp=2", "megatron-core 1F1B", "peers.megatron_core", ("pp",)),
     Job("dp=2", "Meshwright", "meshwright_run", ("dp",), goal=1.15),
     Job("dp=2", "torch DDP", "peers.ddp"),
+    *(Job("zero", f"Meshwright, ZeRO {n}", "meshwright_run", (f"zero-{n}",), goal=1.15 if n < 3 else 1.30) for n in (1, 2, 3)),
+    Job("zero", "FSDP2", "peers.fsdp2"),
+    Job("zero", "FSDP2, kept gathered", "peers.fsdp2", ("keep",)),
+    *(Job("zero", f"DeepSpeed, ZeRO {n}", "peers.deepspeed_zero", (f"{n}",)) for n in (1, 2, 3)),
 )
+OPTIONAL = {"peers.megatron_core": "megatron", "peers.deepspeed_zero": "deepspeed"}
+"""Modules that runs need and that may be absent."""
 
 
 def choose(only: str | None) -> list[Job]:
     """The jobs to run; says which are left out."""
     jobs = [job for job in JOBS if only in (None, job.group)]
-    if find_spec("megatron") is None:
-        jobs = [job for job in jobs if job.module != "peers.megatron_core"]
-        print("megatron-core left out: the module megatron is not installed", file=sys.stderr)
-    return jobs
+    absent = {run for run, module in OPTIONAL.items() if find_spec(module) is None}
+    for run in sorted(absent):
+        print(f"{run} left out: the module {OPTIONAL[run]} is not installed", file=sys.stderr)
+    return [job for job in jobs if job.module not in absent]
 
 
 def prepare(folder: Path) -> None:
@@ -113,7 +121,7 @@ def main() -> None:
     """Prepares, runs the rounds, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("none", "tp=2", "pp=2", "dp=2"), help="one group of runs")
+    parser.add_argument("--only", choices=("none", "tp=2", "pp=2", "dp=2", "zero"), help="one group of runs")
     options = parser.parse_args()
     jobs = choose(options.only)
     rounds: list[dict[Job, Result]] = []
