@@ -5,7 +5,8 @@
 
 A step: zero the gradients; count the loss targets of the global batch (every rank has all of it, so nothing is sent);
 run the schedule's actions (runtime.execution); sum the gradients over ranks (runtime.gradients); add up loss and
-squared gradient norm over all ranks in FP64, in one all-reduce; clip; update.
+squared gradient norm over all ranks in FP64, in one all-reduce; clip; update. In fp16 the backward starts from a loss scale, and a step
+whose sums are not finite is skipped by all ranks (runtime.loss_scale).
 
 Every method is called on every rank, with the same arguments. InputError is raised on all ranks; any other failure is
 told by the traceback's last line, `error: rank R ...`, and ends this rank, upon which torchrun ends the others.
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import RANK_AXES
+from meshwright.plans.precision import DTYPES
 from meshwright.plans.save import load_checked, load_programs
 from meshwright.runtime.actions import Action, Schedule, split_backwards
 from meshwright.runtime.agreement import FailureReport, together
@@ -35,9 +38,11 @@ from meshwright.runtime.checkpoint import PARAMETERS, Saver, State, load_checkpo
 from meshwright.runtime.checkpoint_files import Facts
 from meshwright.runtime.context import Context
 from meshwright.runtime.execution import StepRecord
+from meshwright.runtime.flat_bucket import Numbers
 from meshwright.runtime.gathering import gather
 from meshwright.runtime.gradients import FlatParameters, clip_scale
 from meshwright.runtime.launch import choose_device, join_processes, place, tied_groups
+from meshwright.runtime.loss_scale import LossScale, ScaleOptions
 from meshwright.runtime.optimizer import Optimizer, OptimizerOptions, read_options
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.stages import RankStages
@@ -51,12 +56,20 @@ TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class Metrics:
     """Of one step, the same on every rank. `loss` is the mean over the global batch's targets, `grad_norm` is before
-    clipping, `tokens` are the entries of the global batch's first input, `step` counts updates."""
+    clipping, `tokens` are the entries of the global batch's first input, `step` counts steps. In fp16 `loss_scale` is the one that the
+    step ran with; a `skipped` step overflowed and updated nothing."""
 
     loss: float
     grad_norm: float
     tokens: int
     step: int
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may update."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class LateMetrics(Metrics):
@@ -111,13 +124,15 @@ class Engine:
         self.step = 0
         self.data: dict[str, int] = {}
         self._placement = place(directory, texts, self.plan, self.signature, self.rank)
-        self._tied = tied_groups(self._placement, self._axes, timeout_s)
+        asynchronous = self.plan.schedule == ASYNCHRONOUS
+        self._tied = tied_groups(self._placement, self._axes, timeout_s, own=asynchronous)
         layers = frozenset(name for names in self.plan.stage_segments for name in names)
         self._arrangement = Arrangement(self._placement, layers, self.plan.zero)
         self._counted = {p.name for p in self._placement.held if self._arrangement.counts(p, self.rank)}
-        self._versions = [FlatParameters(self._arrangement, self._axes, self.device)]
-        if self.plan.schedule == ASYNCHRONOUS:
-            self._versions += [FlatParameters(self._arrangement, self._axes, self.device, self._versions[0].frozen)]
+        numbers = Numbers(dtype_of(self.plan.precision), dtype_of(self.plan.reduce_dtype))
+        self._versions = [FlatParameters(self._arrangement, self._axes, self.device, None, numbers)]
+        if asynchronous:
+            self._versions += [FlatParameters(self._arrangement, self._axes, self.device, self._versions[0].frozen, numbers)]
         self._parameters = self._graded = self._versions[0]
         self._source = locate_weights(directory, self.plan, self.signature)
         together(self._read_weights)
@@ -128,8 +143,12 @@ class Engine:
         self._take_versions()
         self._optimizers = [] if options is None else self._build_optimizers(options)
         self._optimizer = self._optimizers[0] if self._optimizers else None
-        self._stale = self._build_stale() if self.plan.schedule == ASYNCHRONOUS else None
+        self._stale = self._build_stale() if asynchronous else None
+        self._everyone = dist.new_group(timeout=timedelta(seconds=timeout_s)) if self._stale else None
         self.learning_rate = 0.0 if options is None else options.lr
+        scale = ScaleOptions() if options is None else options.loss_scale
+        self._scale = LossScale.start(scale) if self.plan.precision == "fp16" else None
+        self._num_skipped = 0
         self._saver = Saver(self._arrangement)
         self._peak_activation_bytes = 0
         self._num_updates, self._update_norm, self._rates = 0, 0.0, [0.0] * len(self._versions)
@@ -143,16 +162,26 @@ class Engine:
         if self._stale is not None:
             return self._stale_step(self._stale, batch)
         metrics = self.forward_backward(batch)
-        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
-            raise NonFiniteError(self._describe_non_finite(self.step, metrics.loss, metrics.grad_norm))
+        if not metrics.is_finite:
+            return self._skip(metrics)
         with self._reported("update"):
             scale = clip_scale(self._optimizer.options.clip, metrics.grad_norm)
             if scale != 1.0:
                 self._parameters.scale_gradients(scale)
             self._optimizer.step(self.learning_rate)
             self._parameters.updated()
+        if self._scale is not None:
+            self._scale.good()
         self.step += 1
-        return Metrics(metrics.loss, metrics.grad_norm, metrics.tokens, self.step)
+        return replace(metrics, step=self.step)
+
+    def _skip(self, metrics: Metrics) -> Metrics:
+        """A step that is not finite: with a smaller loss scale the next may be."""
+        if self._scale is None or not self._scale.overflowed():
+            raise NonFiniteError(self._describe_non_finite(self.step, metrics.loss, metrics.grad_norm))
+        self.step += 1
+        self._num_skipped += 1
+        return replace(metrics, step=self.step, skipped=True)
 
     def forward_backward(self, batch: Mapping[str, object], record: StepRecord | None = None) -> Metrics:
         """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions."""
@@ -164,6 +193,7 @@ class Engine:
         turn = self._stages.turn(inputs, num_micro_batches, self.step, version)
         execution = self._stages.execution(turn, num_micro_batches)
         actions = self._stages.schedule(num_micro_batches)[self._placement.at["pp"]]
+        scale = self._context.loss_scale = self.loss_scale
         with self._reported("forward and backward", execution):
             flat.begin(num_micro_batches, overlap=not split_backwards(actions))
             execution.run(actions, record)
@@ -171,8 +201,10 @@ class Engine:
         self.peak_in_flight = max(self.peak_in_flight, execution.peak_in_flight)
         with self._reported("gradient sums"):
             flat.finish(self._tied)
+            if scale != 1.0:
+                flat.scale_gradients(1 / scale)
             loss, square = self._start_sums(flat, turn.loss)()
-        return Metrics(loss, math.sqrt(square), self._num_tokens(inputs), self.step)
+        return Metrics(loss, math.sqrt(square), self._num_tokens(inputs), self.step, scale)
 
     def _stale_step(self, stale: StaleSteps, batch: Mapping[str, object]) -> Metrics:
         """A batch without a flush after it; the update is that of the batch before."""
@@ -203,6 +235,7 @@ class Engine:
             flat.scale_gradients(scale)
         optimizer.set_num_steps(self._num_updates)
         optimizer.step(self._rates[version])
+        flat.updated()
         self._num_updates, self._update_norm = self._num_updates + 1, norm
 
     def _flush(self) -> None:
@@ -230,7 +263,7 @@ class Engine:
         """Whole parameters by the model's names on rank 0, {} elsewhere; tied ones under all names, unused ones too."""
         self._flush()
         with self._reported("gathering parameters"):
-            found = gather(self._arrangement, self._parameter_parts())
+            found = gather(self._arrangement, self._state()[PARAMETERS])
         if self.rank == 0:
             found.update(self._unused())
             found.update({alias: found[name] for alias, name in self.signature.tied.items() if name in found})
@@ -256,16 +289,20 @@ class Engine:
         """Goes on from the newest checkpoint in a directory, of any plan of the same model."""
         self._flush()
         with self._reported("loading"):
-            facts = load_checkpoint(Path(directory), self._arrangement, self._state(), self._optimizer_name)
+            state = {**self._state(), PARAMETERS: self._parameter_parts()}
+            facts = load_checkpoint(Path(directory), self._arrangement, state, self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)
         self._take_versions()
         self.step, self.data = facts.step, dict(facts.data)
-        self._num_updates = facts.step
+        self._num_skipped = facts.skipped
+        self._num_updates = facts.step - facts.skipped
+        if self._scale is not None and facts.loss_scale:
+            self._scale.scale, self._scale.good_steps = facts.loss_scale, facts.good_steps
         self._context.plan_seed = facts.seed
         if self._optimizer is not None:
-            self._optimizer.set_num_steps(facts.step)
+            self._optimizer.set_num_steps(self._num_updates)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer and activations."""
@@ -284,6 +321,11 @@ class Engine:
     def schedule(self) -> Schedule:
         """Actions of all pipeline ranks for the plan's global batch."""
         return self._stages.schedule(self.plan.num_micro_batches)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward starts from: 1 but in fp16."""
+        return self._scale.scale if self._scale else 1.0
 
     @property
     def _optimizer_name(self) -> str | None:
@@ -310,11 +352,16 @@ class Engine:
             kind=model.kind,
             config=config.read_text(encoding="utf-8") if config.is_file() else "",
             tied=self.signature.tied,
+            skipped=self._num_skipped,
+            loss_scale=self._scale.scale if self._scale else 0.0,
+            good_steps=self._scale.good_steps if self._scale else 0,
         )
 
     def _state(self) -> State:
+        """What is saved, in FP32."""
         states = self._optimizer.states if self._optimizer else {}
-        return {PARAMETERS: self._parameter_parts(), **{kind: self._parameters.parts(s) for kind, s in states.items()}}
+        parameters = {name: part.float() for name, part in self._parameter_parts().items()}
+        return {PARAMETERS: parameters, **{kind: self._parameters.parts(s) for kind, s in states.items()}}
 
     def _parameter_parts(self) -> dict[str, Tensor]:
         """This rank's share of every parameter it holds, one-dimensional; all of what is frozen."""
@@ -357,8 +404,9 @@ class Engine:
         return both
 
     def _start_sum(self, values: Tensor) -> Callable[[], list[float]]:
-        """Starts to add up a vector over all ranks; what is returned waits."""
-        work = dist.all_reduce(values, async_op=True) if self.plan.mesh.world_size > 1 else None
+        """Starts to add up a vector over all ranks; what is returned waits. Without a flush ranks come to tied sums and to these in
+        different orders, so these have a group of their own."""
+        work = dist.all_reduce(values, group=self._everyone, async_op=True) if self.plan.mesh.world_size > 1 else None
 
         def wait() -> list[float]:
             if work is not None:
@@ -376,7 +424,7 @@ class Engine:
         """Where the first NaN or infinity is, the same on every rank."""
         found = sorted(name for name, part in self._graded.gradient_parts().items() if not part.isfinite().all())
         everyone: list[list[str]] = [[]] * self.plan.mesh.world_size
-        dist.all_gather_object(everyone, found[:1])
+        dist.all_gather_object(everyone, found[:1], group=self._everyone)
         where = next((f"; rank {rank} has one in the gradient of {names[0]}" for rank, names in enumerate(everyone) if names), "")
         return f"step {step}: loss {loss}, gradient norm {norm}{where}; nothing was updated"
 
@@ -388,6 +436,11 @@ class Engine:
             return f"rank {self.rank} ({at}), step {self.step}, {doing}{action}"
 
         return FailureReport(describe)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """torch's type of a plan's `precision` or `reduce_dtype`."""
+    return cast(torch.dtype, getattr(torch, DTYPES[precision]))
 
 
 def _summed(parts: list[dict[str, int]]) -> dict[str, int]:

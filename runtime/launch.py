@@ -96,20 +96,21 @@ def place(
 
 
 def tied_groups(
-    placement: Placement, axes: Mapping[str, Axis], timeout_s: float
+    placement: Placement, axes: Mapping[str, Axis], timeout_s: float, own: bool = False
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """For each set of stages that share a parameter and has this rank's: the group that sums its gradient."""
+    """For each set of stages that share a parameter and has this rank's: the group that sums its gradient. `own`: a group for nothing
+    else, since a sum may be under way while ranks come to other collectives."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     pipeline = axes["pp"]
     for stages in placement.tied_stages:
-        if placement.at["pp"] not in stages:
-            continue
-        ranks = placement.stage_group(stages)
-        if isinstance(pipeline, ProcessAxis) and ranks == pipeline.ranks:
+        if isinstance(pipeline, ProcessAxis) and len(stages) == len(pipeline.ranks) and not own:
             found[stages] = pipeline.group
-        else:
-            timeout = timedelta(seconds=timeout_s)
-            found[stages] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            continue
+        for along in placement.mesh.groups("pp"):
+            ranks = [along[stage] for stage in stages]
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+            if dist.get_rank() in ranks:
+                found[stages] = group
     return found
 
 

@@ -91,8 +91,3 @@ class Placement:
         num_tp, num_ep = (self.mesh.size(a) if parameter.layout.on(a).kind == "S" else 1 for a in LAYOUT_AXES)
         stage = parameter.stages[0]
         return tuple(self.mesh.rank(pp=stage, dp=ep, tp=tp) for tp, ep in product(range(num_tp), range(num_ep)))
-
-    def stage_group(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """This rank and those on other stages that hold the same part of a tied parameter."""
-        place = {axis: self.at[axis] for axis in ("dp", "cp", "tp")}
-        return tuple(self.mesh.rank(pp=stage, **place) for stage in stages)
