@@ -28,9 +28,10 @@ from meshwright.compiler.graph import Graph, Op
 from meshwright.compiler.kinds import short_name
 from meshwright.plans.errors import InputError
 from meshwright.plans.patterns import expand_all
+from meshwright.plans.precision import DTYPES
 
-DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The compute type of a plan's `precision`."""
+__all__ = ["DTYPES", "HALVES", "PROMOTES", "ROUTER", "TABLE", "Policy", "default_policy", "entry", "matches", "policies", "read_policy"]
+
 HALVES = ("bfloat16", "float16")
 
 

@@ -32,7 +32,9 @@ FOLDER = re.compile(r"step_(\d+)(?:-(\d+))?")
 class Facts:
     """What a checkpoint knows beside tensors.
 
-    step        updates done
+    step        steps done
+    skipped     those of them that did not update: overflows in fp16
+    loss_scale  of fp16, 0 for none; good_steps: since it last changed
     optimizer   its name, None without
     seed        of dropout; with the step, all the random state that there is
     data        where the data goes on, as the trainer wrote it
@@ -47,6 +49,9 @@ class Facts:
     kind: str = ""
     config: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
+    skipped: int = 0
+    loss_scale: float = 0.0
+    good_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class Context:
         self.dropout = dropout
         self.step = 0
         self.micro_batch = 0
+        self.loss_scale = 1.0
+        """What backwards start from: above 1 in fp16 (runtime.loss_scale)."""
         self.segments: Segments | None = None
         """Told when a layer or another segment begins and ends."""
         self.on_keep: Callable[[Tensor], object] | None = None

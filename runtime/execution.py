@@ -242,7 +242,7 @@ class StepExecution:
         gradients = self._received(action)
         flight = self._in_flight.pop(key)
         if action.stage + 1 == self._num_stages:
-            gradients = [torch.ones((), device=self._context.device) for _ in flight.roots]
+            gradients = [torch.full((), self._context.loss_scale, device=self._context.device) for _ in flight.roots]
         pairs = [(root, g) for root, g in zip(flight.roots, gradients, strict=True) if root is not None]
         flat = self._turn(action)[0].flat
         flat.before_backward(action.stage)

@@ -9,6 +9,10 @@
 
 (Rajbhandari et al., arXiv 1910.02054, section 5.) A bucket of one replica is as with 0.
 
+In a 16-bit plan `values` are the 16-bit numbers that programs read. What a rank owns it holds in FP32 too (`own_values`, the masters):
+those are loaded, updated and saved, and rounded to `values` after every update, before the replicas' are gathered. Gradients are FP32:
+a leaf's `.grad` is (torch's grad_dtype), and what autograd brings is widened as it is added.
+
 Leaves have storage offsets into `values` and a version counter of their own: freeing, gathering and updating do not
 disturb what autograd has saved. A storage that is freed keeps its identity and gets new memory when it is gathered.
 """
@@ -24,6 +28,14 @@ from torch import Tensor
 from meshwright.runtime.axes import Axis, Pending
 from meshwright.runtime.buckets import Bucket, Span
 from meshwright.runtime.placement import Parameter
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Types of `values`, and of gradients while they are summed over the replicas."""
+
+    values: torch.dtype = torch.float32
+    sums: torch.dtype = torch.float32
 
 
 @dataclass
@@ -48,15 +60,24 @@ class FlatBucket:
     """
 
     def __init__(
-        self, spec: Bucket, axis: Axis, zero: int, device: torch.device, gathered: Amount, fired: Callable[[FlatBucket], None]
+        self,
+        spec: Bucket,
+        axis: Axis,
+        zero: int,
+        device: torch.device,
+        gathered: Amount,
+        fired: Callable[[FlatBucket], None],
+        numbers: Numbers,
     ) -> None:
-        self.spec, self.axis = spec, axis
+        self.spec, self.axis, self._numbers = spec, axis, numbers
         self.zero = zero if spec.num_shards > 1 else 0
         self.shard = axis.index * spec.shard_size, (axis.index + 1) * spec.shard_size
         self.own = self.shard if self.zero else (0, spec.size)
         num_own = self.own[1] - self.own[0]
-        self.values = torch.zeros(spec.size, device=device)
-        self.own_values = torch.zeros(num_own, device=device) if self.zero == 3 else self.values[slice(*self.own)]
+        self.values = torch.zeros(spec.size, dtype=numbers.values, device=device)
+        self.has_masters = numbers.values != torch.float32
+        apart = self.zero == 3 or self.has_masters
+        self.own_values = torch.zeros(num_own, device=device) if apart else self.values[slice(*self.own)]
         self.gradients = torch.zeros(spec.size, device=device) if self.zero < 2 else None
         self.own_gradients = torch.zeros(num_own, device=device) if self.gradients is None else self.gradients[slice(*self.own)]
         self._gathered = gathered
@@ -74,7 +95,8 @@ class FlatBucket:
     @property
     def value_bytes(self) -> int:
         """Of values that are kept."""
-        return self.own_values.nbytes if self.zero == 3 else self.values.nbytes
+        whole = self.spec.size * self.values.element_size() if self.zero < 3 else 0
+        return whole + (self.own_values.nbytes if self.zero == 3 or self.has_masters else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -118,7 +140,18 @@ class FlatBucket:
             self.values.untyped_storage().resize_(self.values.nbytes)
             self._gathered.add(self.values.nbytes)
             self.resident = True
-        self._arriving = self.axis.start_gather_into(self.values, self.own_values)
+        self._arriving = self.axis.start_gather_into(self.values, self._rounded())
+
+    def publish(self) -> None:
+        """The own values were written: programs see them, where no gather follows."""
+        if self.zero == 0:
+            self._rounded()
+
+    def _rounded(self) -> Tensor:
+        """The own part of `values`, up to date."""
+        if not self.has_masters:
+            return self.own_values
+        return self.values[slice(*self.own)].copy_(self.own_values)
 
     def require(self) -> None:
         """Waits until the values may be used."""
@@ -153,10 +186,11 @@ class FlatBucket:
         self.allocate_gradients(into)
         gradients = self.gradients
         assert gradients is not None
+        sent = gradients.to(self._numbers.sums)
         if self.zero == 0:
-            pending = self.axis.start_all_reduce(gradients, in_place=True)
-            return lambda: _nothing(pending.wait())
-        pending = self.axis.start_reduce_scatter(gradients, 0)
+            pending = self.axis.start_all_reduce(sent, in_place=True)
+            return lambda: _nothing(pending.wait() if sent is gradients else gradients.copy_(pending.wait()))
+        pending = self.axis.start_reduce_scatter(sent, 0)
         if self.zero == 1:
             return lambda: _nothing(self.own_gradients.copy_(pending.wait()))
         self.gradients = None
@@ -178,8 +212,11 @@ class FlatBucket:
     def _leaf(self, span: Span) -> Tensor:
         place = self.values.storage_offset() + span.start - self.spec.start
         strides = torch.empty(span.shape, device="meta").stride()
-        leaf = torch.empty(0, device=self.values.device).set_(self.values.untyped_storage(), place, span.shape, strides)
-        return leaf.requires_grad_()
+        empty = torch.empty(0, dtype=self.values.dtype, device=self.values.device)
+        leaf = empty.set_(self.values.untyped_storage(), place, span.shape, strides).requires_grad_()
+        if self.has_masters:
+            leaf.grad_dtype = torch.float32
+        return leaf
 
     def _point_at(self, gradients: Tensor) -> None:
         """Leaves accumulate into views; what autograd made by itself before is added."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from meshwright.runtime.axes import Axis, Pending
 from meshwright.runtime.buckets import Arrangement
-from meshwright.runtime.flat_bucket import Amount, FlatBucket
+from meshwright.runtime.flat_bucket import Amount, FlatBucket, Numbers
 from meshwright.runtime.placement import LAYOUT_AXES, Parameter
 from meshwright.runtime.residency import Residency
 
@@ -38,6 +38,7 @@ ROW = 4096
 """Elements whose squares are summed in FP32, before FP64."""
 BLOCK = 1 << 22
 """Elements that one sum over tp takes."""
+FP32 = Numbers()
 Tied = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Group of this rank and its peers on other stages, by the stages that share a parameter."""
 
@@ -62,16 +63,19 @@ class FlatParameters:
         axes: Mapping[str, Axis],
         device: torch.device,
         frozen: dict[str, Tensor] | None = None,
+        numbers: Numbers = FP32,
     ) -> None:
         self.arrangement, self._axes = arrangement, axes
         placement = arrangement.placement
         self.gathered, self.staged = Amount(), Amount()
         self.buckets = tuple(
-            FlatBucket(spec, axes[spec.axis], arrangement.zero, device, self.gathered, self._on_fired) for spec in arrangement.own
+            FlatBucket(spec, axes[spec.axis], arrangement.zero, device, self.gathered, self._on_fired, numbers)
+            for spec in arrangement.own
         )
         self._owns_frozen = frozen is None
         if frozen is None:
-            frozen = {p.name: torch.zeros(placement.local_shape(p), device=device) for p in placement.held if not p.trainable}
+            held = [p for p in placement.held if not p.trainable]
+            frozen = {p.name: torch.zeros(placement.local_shape(p), dtype=numbers.values, device=device) for p in held}
         self.frozen = frozen
         self.residency = Residency(self.buckets, self.frozen, self.staged)
         leaves = {name: leaf for bucket in self.buckets for name, leaf in bucket.leaves.items()}
@@ -219,9 +223,12 @@ class FlatParameters:
         """The values of another version of the same parameters."""
         for bucket, theirs in zip(self.buckets, other.buckets, strict=True):
             bucket.own_values.copy_(theirs.own_values)
+            bucket.publish()
 
     def updated(self) -> None:
         """What this rank owns was updated."""
+        for bucket in self.buckets:
+            bucket.publish()
         self.residency.refresh(self.buckets)
 
     def _on_fired(self, bucket: FlatBucket) -> None:

@@ -5,6 +5,9 @@ weight and micro-batch. A backward calls these with the weight itself and return
 in `weight.grad` already, else the gradient, for autograd to handle (no main gradient, or the weight is made of one otherwise than by
 transposing or reshaping it).
 
+Where weights are 16-bit the main gradient is FP32: a product of 16-bit operands is added to it in FP32, which on CPUs is first rounded to
+16 bits (torch has no such product there that gives FP32), as autograd would round it.
+
 A backward whose weight gradients wait for a W of the schedule leaves them in a `Deferral`: the products themselves, with what they read.
 The sums are the same, later. A weight knows its Deferral by an attribute, since backwards may run in threads of autograd's own.
 """
@@ -77,31 +80,41 @@ def add_later(weight: Tensor, work: Work) -> None:
         work()
 
 
+def _add_product(main: Tensor, left: Tensor, right: Tensor) -> None:
+    """main (n, k) += left (n, rows) @ right (rows, k), which may be 16-bit where main is FP32."""
+    if main.dtype == left.dtype:
+        main.addmm_(left, right)
+    elif main.device.type == "cuda":
+        main.add_(torch.mm(left, right, out_dtype=main.dtype))
+    else:
+        main.add_(left @ right)
+
+
 def add_outer(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Gradient of weight (n, k) in x (rows, k) -> (rows, n)."""
     main = main_gradient(weight)
-    if main is None or main.dtype != grad.dtype:
+    if main is None:
         return grad.t() @ x
-    add_later(weight, lambda: main.addmm_(grad.t(), x))
+    add_later(weight, lambda: _add_product(main, grad.t(), x))
     return None
 
 
 def add_column_sums(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Gradient of bias (n)."""
     main = main_gradient(bias)
-    if main is None or main.dtype != grad.dtype:
+    if main is None:
         return grad.sum(0)
-    add_later(bias, lambda: main.add_(grad.sum(0)))
+    add_later(bias, lambda: main.add_(grad.sum(0, dtype=main.dtype)))
     return None
 
 
 def add_rows(table: Tensor, ids: Tensor, grad: Tensor) -> Tensor | None:
     """Gradient of table (v, h) in table[ids]: grad (rows, h), ids (rows). On GPUs in the deterministic form."""
     main = main_gradient(table)
-    if main is None or main.dtype != grad.dtype or grad.device.type != "cpu":
+    if main is None or grad.device.type != "cpu":
         whole: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, ids, table.shape[0], -1, False)
         return whole
-    add_later(table, lambda: main.index_add_(0, ids, grad))
+    add_later(table, lambda: main.index_add_(0, ids, grad.to(main.dtype)))
     return None
 
 
@@ -109,14 +122,14 @@ def add_grouped(weights: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> bo
     """Gradient of weights (E, k, n) in rows x (rows, k) -> (rows, n) by the group's matrix; group e ends before row offsets[e].
     False when there is no main gradient to add it to."""
     main = main_gradient(weights)
-    if main is None or main.dtype != grad.dtype:
+    if main is None:
         return False
 
     def add() -> None:
         ends = [int(end) for end in offsets.tolist()]
         for part, start, stop in zip(main.unbind(0), [0, *ends[:-1]], ends, strict=True):
             if stop > start:
-                part.addmm_(x[start:stop].t(), grad[start:stop])
+                _add_product(part, x[start:stop].t(), grad[start:stop])
 
     add_later(weights, add)
     return True

@@ -5,6 +5,8 @@ are settings of their own for parameters by name, the first that matches counts:
 
     {"name": "adamw", "weight_decay": 0.1, "groups": [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0, "lr_scale": 0.5}]}
 
+`loss_scale` is of plans in fp16: {"initial": 65536, "growth": 2, "backoff": 0.5, "interval": 2000} (runtime.loss_scale).
+
 States are flat buffers of as many elements as the rank updates, so that each parameter has its place in them.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.gradients import Chunk
+from meshwright.runtime.loss_scale import ScaleOptions, read_scale_options
 
 Option = float | tuple[float, float] | None
 
@@ -52,6 +55,7 @@ class OptimizerOptions:
     clip: float | None
     values: Mapping[str, Option]
     groups: tuple[Group, ...] = (Group(("*",)),)
+    loss_scale: ScaleOptions = ScaleOptions()
 
     def group_of(self, name: str) -> int:
         """Number of a parameter's group."""
@@ -73,16 +77,17 @@ def read_options(given: Mapping[str, object]) -> OptimizerOptions:
         raise InputError(f"optimizer.name: found {name!r}, expected one of {', '.join(OPTIMIZERS)}")
     values: dict[str, Option] = dict(OPTIMIZERS[name])
     for key, value in given.items():
-        if key in ("name", "groups"):
+        if key in ("name", "groups", "loss_scale"):
             continue
         if key not in values:
-            raise InputError(f"optimizer.{key}: unknown option; the options of {name} are {', '.join(values)}, groups")
+            raise InputError(f"optimizer.{key}: unknown option; the options of {name} are {', '.join(values)}, groups, loss_scale")
         values[key] = _betas(value) if key == "betas" else _number(key, value)
     lr, clip = values.pop("lr"), values.pop("clip")
     if not isinstance(lr, float):
         raise InputError(f"optimizer.lr: found {lr!r}, expected a number of 0 or more")
     groups = (Group(("*",)), *_groups(given.get("groups", ())))
-    return OptimizerOptions(name, lr, clip if isinstance(clip, float) else None, values, groups)
+    scale = read_scale_options(given.get("loss_scale", {}))
+    return OptimizerOptions(name, lr, clip if isinstance(clip, float) else None, values, groups, scale)
 
 
 def _groups(given: object) -> Iterator[Group]:
