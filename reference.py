@@ -13,7 +13,7 @@ by 2e-6 relative, some gradients of norm weights by 7e-4), and so does its norm 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
@@ -60,12 +60,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Reference:
-    """By the model's own parameter names, tied ones once. `weights` are those after the update."""
+    """By the model's own parameter names, tied ones once. `weights` are those after the updates; all else is of the first batch, but for
+    `losses`, of all batches."""
 
     loss: float
     grad_norm: float
     gradients: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
+    losses: tuple[float, ...] = ()
 
 
 def random_batch(signature: Signature, document: PlanDocument, seed: int = 0, even: bool = False) -> dict[str, torch.Tensor]:
@@ -132,28 +134,32 @@ def micro_batches_of_each(document: PlanDocument) -> Chunks:
 def compute_reference(
     model: torch.nn.Module,
     signature: Signature,
-    batch: Mapping[str, torch.Tensor],
+    batches: Sequence[Mapping[str, torch.Tensor]],
     document: PlanDocument,
     update: Update,
     chunks: Chunks,
 ) -> Reference:
-    """Runs the model forward and backward over the batch in chunks of rows, then updates it once. Changes the model."""
+    """Runs the model forward and backward over each batch in chunks of rows, all with the first weights; then updates it once for each.
+    So of two batches the second update is one step delayed, as those of pipedream-2bw are: W(2) = W(1) - lr g(W(0)). Changes the model."""
     evaluation_mode(model)
     for name, parameter in model.named_parameters():
         if name in signature.parameters:  # transformers' loading forgets what the model itself has frozen
             parameter.requires_grad_(signature.parameters[name].trainable)
-    with ExactCrossEntropy():
-        loss = accumulate(model, batch, chunks, document)
-    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    norm = sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            parameter.grad *= min(1.0, update.clip / (norm + CLIP_EPSILON))
+    losses, gradients = [], []
+    for batch in batches:
+        model.zero_grad(set_to_none=True)
+        with ExactCrossEntropy():
+            losses.append(accumulate(model, batch, chunks, document))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    norms = [sqrt(sum(float(g.double().square().sum()) for g in found.values())) for found in gradients]
+    parameters = {name: p for name, p in model.named_parameters() if name in gradients[0]}
     optimizer = torch.optim.AdamW(parameters.values(), update.lr, update.betas, weight_decay=update.weight_decay)
-    optimizer.step()
+    for found, norm in zip(gradients, norms, strict=True):
+        for name, parameter in parameters.items():
+            parameter.grad = found[name] * min(1.0, update.clip / (norm + CLIP_EPSILON))
+        optimizer.step()
     weights = {name: p.detach() for name, p in parameters.items()}
-    return Reference(loss, norm, gradients, weights)
+    return Reference(losses[0], norms[0], gradients[0], weights, tuple(losses))
 
 
 def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:

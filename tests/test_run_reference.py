@@ -88,9 +88,9 @@ def test_chunks_add_up_to_the_whole_batch(task: str, monkeypatch: pytest.MonkeyP
 
 
 def reference_and_copy() -> tuple[Reference, Parallel]:
-    found = compute_reference(model_of("causal-lm"), signature(), batch_of(), plan(), Update(), whole_batch(plan()))
+    found = compute_reference(model_of("causal-lm"), signature(), [batch_of()], plan(), Update(), whole_batch(plan()))
     gradients = {name: g.clone() for name, g in found.gradients.items()}
-    return found, Parallel(found.loss, found.grad_norm, gradients, {n: w.clone() for n, w in found.weights.items()})
+    return found, Parallel(found.loss, found.grad_norm, gradients, {n: w.clone() for n, w in found.weights.items()}, found.losses)
 
 
 def test_the_worst_is_found() -> None:
