@@ -9,7 +9,8 @@ goes on behind the last sequence that was seen.
 
     learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
                     cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
-    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds
+    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds. Under pipedream-2bw
+                    a step is reported after the next one, so that nobody waits for its loss
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_checked
 from meshwright.plans.signature import Signature
 from meshwright.runtime.checkpoint_files import complete
-from meshwright.runtime.engine import Engine
+from meshwright.runtime.engine import Engine, Metrics
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.tokens import TokenSource, open_tokens, prepare
 
 PATIENCE_S = 600.0
@@ -81,6 +83,23 @@ class StepRecord:
         return (
             f"step {self.step}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
             f"{self.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that was run; of one without a flush the loss may not be known yet, and is waited for when it is reported."""
+
+    step: int
+    metrics: Metrics
+    lr: float
+    tokens: int
+    seconds: float
+
+    def record(self) -> StepRecord:
+        """Its line."""
+        return StepRecord(
+            self.step, self.metrics.loss, self.metrics.grad_norm, self.lr, self.tokens / self.seconds, self.seconds
         )
 
 
@@ -128,13 +147,18 @@ def command(
     batches = load_batches(source, document, signature, data_seed, mask_token)
     if "sequences" in engine.data:
         batches = replace(batches, offset=engine.data["sequences"] - engine.step * document.global_batch)
-    records = run_steps(engine, batches, rates, range(engine.step, steps))
+    late = 1 if document.schedule == ASYNCHRONOUS else 0
+    unreported: list[Done] = []
     with reporting(steps, engine.step, metrics, log_every, append=start is not None) as report:
-        for record in records:
-            report(record)
-            engine.data = {"seed": data_seed, "sequences": batches.position(record.step + 1)}
-            if save is not None and save_every and (record.step + 1) % save_every == 0 and record.step + 1 < steps:
+        for done in run_steps(engine, batches, rates, range(engine.step, steps)):
+            unreported.append(done)
+            if len(unreported) > late:
+                report(unreported.pop(0).record())
+            engine.data = {"seed": data_seed, "sequences": batches.position(done.step + 1)}
+            if save is not None and save_every and (done.step + 1) % save_every == 0 and done.step + 1 < steps:
                 engine.save(save, keep, wait=not async_save)
+        for done in unreported:
+            report(done.record())
     if save is not None:
         engine.save(save, keep)
         print(f"saved {save} after step {engine.step}")
@@ -196,16 +220,14 @@ def load_batches(
     return Batches(tokens, document.task, inputs, document.global_batch, seed, signature.vocab_size, mask_token)
 
 
-def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: range) -> Iterator[StepRecord]:
+def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: range) -> Iterator[Done]:
     """Trains step by step."""
     for step in steps:
         batch = batches.batch(step)
         start = time.perf_counter()
         engine.learning_rate = rates.at(step)
-        done = engine.train_step(batch)
-        seconds = time.perf_counter() - start
-        tokens = batch["input_ids"].numel()
-        yield StepRecord(step, done.loss, done.grad_norm, rates.at(step), tokens / seconds, seconds)
+        metrics = engine.train_step(batch)
+        yield Done(step, metrics, rates.at(step), batch["input_ids"].numel(), time.perf_counter() - start)
 
 
 @contextmanager
