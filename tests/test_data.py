@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from meshwright.data import Batches
+from meshwright.data import Batches, permuted
 from meshwright.plans.errors import InputError
 from meshwright.tokens import Tokens, TokenSource, documents, open_tokens, prepare
 
@@ -38,6 +39,30 @@ def test_order_depends_on_seed_and_step_alone() -> None:
     assert first["input_ids"].dtype == first["labels"].dtype == torch.int64
     assert torch.equal(first["input_ids"], first["labels"])
     assert first["input_ids"].data_ptr() != first["labels"].data_ptr()
+
+
+def test_rows_can_be_read_alone() -> None:
+    for task in ("causal-lm", "masked-lm"):
+        data = batches(np.random.default_rng(0).integers(5, 90, 800).astype(np.int32), task, mask_token=3, global_batch=6)
+        whole, part = data.batch(2), data.batch(2, range(2, 5))
+        assert all(torch.equal(part[name], whole[name][2:5]) for name in whole)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])
+def test_an_epoch_is_a_permutation(length: int) -> None:
+    orders = [[permuted(i, length, (seed, 0, epoch)) for i in range(length)] for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(length)) for order in orders)
+    if length >= 64:
+        assert len({tuple(order) for order in orders}) == 3
+        stay = sum(i == j for i, j in enumerate(orders[0]))
+        near = sum(abs(a - b) == 1 for a, b in pairwise(orders[0]))
+        assert stay <= 6 and near <= 12, "as few places and neighbours stay as by chance"
+
+
+def test_the_order_of_a_corpus_needs_no_memory() -> None:
+    places = {permuted(i, 10**12, (0, 0, 0)) for i in range(2000)}
+    assert len(places) == 2000 and max(places) < 10**12
+    assert abs(sum(places) / 2000 / 10**12 - 0.5) < 0.05
 
 
 def test_fewer_sequences_than_a_batch() -> None:
