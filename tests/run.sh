@@ -26,4 +26,4 @@ step install install
 step ruff "$venv/bin/ruff" check .
 step mypy "$venv/bin/mypy"
 step import-contracts "$venv/bin/lint-imports" --no-cache
-step tests "$venv/bin/python" -m pytest -q "$@"
+step tests "$venv/bin/python" -m pytest -q -n 2 --dist worksteal "$@"
