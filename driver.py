@@ -52,6 +52,7 @@ from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.layout import I, Layout, Type
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.patterns import compress, compress_mapping, expand_all, expand_mapping
+from meshwright.plans.precision import ITEM_BYTES
 from meshwright.plans.programs import program_name, stage_facts
 from meshwright.plans.reading import read_plan
 from meshwright.plans.save import load_checked, load_program, load_programs, save_plan_dir
@@ -321,6 +322,7 @@ def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
             declared.zero or 0,
             setting.hardware.link_for("dp", setting.mesh),
             read_actions(declared.actions) if declared.actions is not None else None,
+            (ITEM_BYTES[declared.precision or "fp32"], ITEM_BYTES[declared.reduce_dtype or "fp32"]),
         ),
     )
     if declared.stage_ranks not in (None, choice.stage_ranks):

@@ -29,6 +29,8 @@ from meshwright.plans.signature import Signature
 
 CHUNK_ELEMENTS = 1 << 28
 CLASSES = 2
+AUTOCAST_SCALE = 2.0**10
+"""Keeps small gradients in the range of fp16."""
 CLIP_EPSILON = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 
@@ -141,10 +143,7 @@ def compute_reference(
 ) -> Reference:
     """Runs the model forward and backward over each batch in chunks of rows, all with the first weights; then updates it once for each.
     So of two batches the second update is one step delayed, as those of pipedream-2bw are: W(2) = W(1) - lr g(W(0)). Changes the model."""
-    evaluation_mode(model)
-    for name, parameter in model.named_parameters():
-        if name in signature.parameters:  # transformers' loading forgets what the model itself has frozen
-            parameter.requires_grad_(signature.parameters[name].trainable)
+    prepare(model, signature)
     losses, gradients = [], []
     for batch in batches:
         model.zero_grad(set_to_none=True)
@@ -162,6 +161,31 @@ def compute_reference(
     return Reference(losses[0], norms[0], gradients[0], weights, tuple(losses))
 
 
+def autocast_reference(
+    model: torch.nn.Module,
+    signature: Signature,
+    batch: Mapping[str, torch.Tensor],
+    document: PlanDocument,
+    chunks: Chunks,
+    dtype: torch.dtype,
+) -> Reference:
+    """The same in torch's own mixed precision, without an update: what 16-bit numbers alone make of the gradients. Changes the model."""
+    prepare(model, signature)
+    with ExactCrossEntropy(), torch.autocast("cpu", dtype):
+        loss = accumulate(model, batch, chunks, document, AUTOCAST_SCALE)
+    gradients = {name: p.grad / AUTOCAST_SCALE for name, p in model.named_parameters() if p.grad is not None}
+    norm = sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    return Reference(loss, norm, gradients, {})
+
+
+def prepare(model: torch.nn.Module, signature: Signature) -> None:
+    """Nothing random; what is frozen is what the plan says, since transformers' loading forgets what the model itself has frozen."""
+    evaluation_mode(model)
+    for name, parameter in model.named_parameters():
+        if name in signature.parameters:
+            parameter.requires_grad_(signature.parameters[name].trainable)
+
+
 def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:
     """The model without what is random in training: in evaluation mode, but for batch norms, which go on using the batch's statistics."""
     model.eval()
@@ -171,8 +195,11 @@ def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], chunks: Chunks, document: PlanDocument) -> float:
-    """Gradients of the mean loss, added up over chunks of rows; gives the loss. The whole batch goes in parts when it is large."""
+def accumulate(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], chunks: Chunks, document: PlanDocument, scale: float = 1.0
+) -> float:
+    """Gradients of `scale` times the mean loss, added up over chunks of rows; gives the loss. The whole batch goes in parts when it is
+    large."""
     if len(chunks) == 1 and too_large(batch, model):
         chunks = micro_batches_of_each(document)
     parts = [{name: value[rows] for name, value in batch.items()} for rows in chunks]
@@ -182,7 +209,7 @@ def accumulate(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], chunks
         if count == 0:
             continue
         loss = loss_of(model(**part)) * (count / sum(counts))
-        loss.backward()
+        (loss * scale).backward()
         total += float(loss.detach())
     return total
 

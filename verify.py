@@ -8,6 +8,9 @@ unchanged single-process model (module reference) while the others wait. Compare
     gradient norm    |difference|, relative                                                         5e-6
     weights          after the update: largest |difference| of an element, relative above 1         1e-5
 
+A plan in bf16 or fp16 is compared with the FP32 model too, and may be as far off as torch's own mixed precision: see `rounding`. The
+tolerances given on the command line are those of fp32 plans.
+
 Under pipedream-2bw there are two batches and two updates, both with the gradients of the first weights: what one process computes that
 makes the same delayed update, W(t+1) = W(t) - lr g(W(t-1)). Equality with an undelayed process is not claimed, nor compared.
 
@@ -45,13 +48,15 @@ from meshwright.reference import (
     Chunks,
     Reference,
     Update,
+    autocast_reference,
     compute_reference,
     micro_batches_of_all,
     micro_batches_of_each,
     random_batch,
     whole_batch,
 )
-from meshwright.runtime.engine import Engine
+from meshwright.rounding import FACTOR, rounding_rows
+from meshwright.runtime.engine import Engine, dtype_of
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.train import PATIENCE_S
 
@@ -165,12 +170,17 @@ def judge(
         model = build_plan_model(document, plan_dir)
         reference = compute_reference(model, signature, batches, document, Update(), way(document))
         findings = compare(reference, found, tolerances)
+        if document.precision != "fp32":
+            yardstick = build_plan_model(document, plan_dir), signature, batches[0], document, way(document), dtype_of(document.precision)
+            findings = compare_rounded(document, reference, autocast_reference(*yardstick), found)
         beyond = ", ".join(finding.quantity for finding in findings if not finding.ok)
         if not beyond:
             break
     if not beyond or not before:
         if len(batches) > 1:
             print(f"{document.schedule}: compared with one process that makes the same delayed updates, W(t+1) = W(t) - lr g(W(t-1)).")
+        if document.precision != "fp32":
+            print(f"{document.precision}: compared with the model in fp32; allowed is {FACTOR:g} times the error of torch's autocast.")
         show(findings)
     if not beyond and before:
         print(
@@ -194,6 +204,13 @@ def compare(reference: Reference, found: Parallel, tolerances: Tolerances) -> li
     ]
 
 
+def compare_rounded(document: PlanDocument, reference: Reference, yardstick: Reference, found: Parallel) -> list[Finding]:
+    """All four quantities of a 16-bit plan."""
+    losses = (found.loss, *found.losses)
+    rows = rounding_rows(document, reference, yardstick, losses, found.grad_norm, found.gradients, found.weights)
+    return [Finding(*row) for row in rows]
+
+
 def num_updates(document: PlanDocument) -> int:
     """Two show that an update is delayed."""
     return 2 if document.schedule == ASYNCHRONOUS else 1
@@ -203,6 +220,8 @@ def run_parallel(plan_dir: Path, batches: Sequence[Mapping[str, torch.Tensor]], 
     """Forward and backward of the first batch, then an update for each, on all ranks; the engine's memory is free again afterwards."""
     engine = Engine(plan_dir, optimizer=update.settings(), timeout_s=PATIENCE_S, dropout=False)
     metrics = engine.forward_backward(batches[0])
+    while not metrics.is_finite and engine.lower_loss_scale():
+        metrics = engine.forward_backward(batches[0])
     gradients = {name: grad.clone() for name, grad in engine.gradients().items()}
     steps = [engine.train_step(batch) for batch in batches]
     return Parallel(metrics.loss, metrics.grad_norm, gradients, engine.state_dict(), tuple(step.loss for step in steps))

@@ -27,8 +27,8 @@ from meshwright.plans.errors import InputError
 
 PICKS = frozenset({"topk", "argmax", "sort", "argsort"})
 PRODUCTS = frozenset({"linear", "mm", "addmm", "matmul"})
-PASSES_ON = frozenset("softmax _softmax log_softmax sigmoid tanh softplus to view reshape add sub mul div neg masked_fill where transpose squeeze "
-                      "unsqueeze flatten sum topk scatter gather permute slice expand".split())
+PASSES_ON = frozenset("softmax _softmax log_softmax sigmoid tanh softplus to view reshape add sub mul div neg masked_fill where transpose "
+                      "squeeze unsqueeze flatten sum topk scatter gather permute slice expand".split())
 
 
 def choose_precision(graph: Graph, declared: Mapping[str, str] | None) -> dict[str, str]:
@@ -60,7 +60,8 @@ def routers(graph: Graph) -> list[Op]:
     """The products that router logits come from, in order."""
     found: dict[int, None] = {}
     for op in graph.ops:
-        if op.level is Level.COMPUTE and short_name(op.target) in PICKS and graph.values[op.operands[0]].dtype.startswith(("float", "bfloat")):
+        is_pick = op.level is Level.COMPUTE and short_name(op.target) in PICKS
+        if is_pick and graph.values[op.operands[0]].dtype.startswith(("float", "bfloat")):
             pending = [op.operands[0]]
             while pending:
                 place = graph.producers.get(pending.pop(), -1)

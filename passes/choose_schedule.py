@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from meshwright.compiler.hardware import Link
 from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, priced
 from meshwright.passes.simulate import default_chunks, stage_in_flight
+from meshwright.passes.step_end import FP32_BYTES
 from meshwright.passes.synthesise import Problem, synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
@@ -42,6 +43,7 @@ class Pipeline:
     zero      ZeRO stage
     dp_link   joins the ranks that sum gradients; None: that takes no time
     actions   the order of a synthesised schedule that a plan has
+    item_bytes    of a parameter as programs read it, and of a gradient that is summed over dp
     """
 
     mesh: Mesh
@@ -54,6 +56,7 @@ class Pipeline:
     zero: int = 0
     dp_link: Link | None = None
     actions: Schedule | None = None
+    item_bytes: tuple[int, int] = (FP32_BYTES, FP32_BYTES)
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def stages_for(
         order=order,
         zero=pipeline.zero,
         dp_link=pipeline.dp_link,
+        item_bytes=pipeline.item_bytes,
     )
 
 

@@ -20,7 +20,7 @@ from meshwright.compiler.hardware import Link
 from meshwright.passes.refine_stages import refine
 from meshwright.passes.simulate import Timeline, Times, compute_order, stage_in_flight, steady, timed
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
-from meshwright.passes.step_end import Holding, step_end_s
+from meshwright.passes.step_end import FP32_BYTES, Holding, step_end_s
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.mesh import Mesh
@@ -93,11 +93,13 @@ def choose_stages(
     order: Schedule | None = None,
     zero: int = 0,
     dp_link: Link | None = None,
+    item_bytes: tuple[int, int] = (FP32_BYTES, FP32_BYTES),
 ) -> StageChoice:
     """The best stages. `link` joins neighbours along pp (None: transfers take no time); `pinned` are every stage's segments;
     `order` is the order of compute when no name has it.
 
-    `dp_link` joins the ranks that sum gradients: with it a step's time has these sums and the update in it.
+    `dp_link` joins the ranks that sum gradients: with it a step's time has these sums and the update in it. `item_bytes`: of a parameter
+    as programs read it, and of a gradient that is summed.
 
     InputError when there are fewer segments than stages, when the pins are no partition, or when no stages fit the limit.
     """
@@ -111,7 +113,7 @@ def choose_stages(
         )
     transfers = tuple(point_to_point_s(s.boundary_bytes, link) if link else 0.0 for s in segments)
     ends = read_pins(segments, len(kept), pinned) if pinned is not None else {}
-    holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches)
+    holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches, *item_bytes)
     items = tuple(item(segment, transfer, holding) for segment, transfer in zip(segments, transfers, strict=True))
     limit = None if memory_limit is None else memory_limit // chunks
     chain = Chain(items, kept, micro_batches, limit, ends)

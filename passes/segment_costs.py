@@ -18,12 +18,13 @@ from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import all_to_all_s, conversion_s
 from meshwright.compiler.emission.columns import column_of, is_gathered
 from meshwright.compiler.experts import EP
-from meshwright.compiler.flops import op_time_s, short_name, value_bytes
+from meshwright.compiler.flops import ITEM_BYTES, op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Graph, Op, Segment
 from meshwright.compiler.hardware import Hardware, Link
 from meshwright.compiler.rules import shapes
 from meshwright.compiler.rules.table import rule_for
 from meshwright.passes.choose_stages import SegmentCost
+from meshwright.passes.step_end import FP32_BYTES
 from meshwright.plans.layout import I, R, Type, conversion
 from meshwright.plans.mesh import Mesh
 
@@ -57,6 +58,10 @@ class Pricing:
             share *= self.mesh.ep
         return value_bytes(value) // share
 
+    def master_bytes(self, name: str) -> int:
+        """Bytes of a parameter on one rank in FP32, whatever programs read."""
+        return self.local_bytes(name) * FP32_BYTES // ITEM_BYTES[self.assignment.kinds.graph.values[name].dtype]
+
 
 def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
     """One cost per segment, in order."""
@@ -70,7 +75,7 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
             name=s.name,
             forward_s=times[s.kind][0],
             backward_s=times[s.kind][1],
-            parameter_bytes={path: pricing.local_bytes(name) for path, name in segment_parameters(pricing, s)},
+            parameter_bytes={path: pricing.master_bytes(name) for path, name in segment_parameters(pricing, s)},
             activation_bytes=saved[s.kind],
             boundary_bytes=boundaries[i],
             weight_s=put_off[s.kind],

@@ -21,6 +21,7 @@ from math import prod
 
 from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
 from meshwright.plans.document import Memory, PlanDocument
+from meshwright.plans.precision import ITEM_BYTES
 from meshwright.plans.signature import Signature
 from meshwright.runtime.buckets import ELEMENT_BYTES, Arrangement, Bucket
 from meshwright.runtime.endless import VERSIONS
@@ -128,8 +129,11 @@ def state_memory(state: StageState, document: PlanDocument, activation_bytes: in
     open_ = whole - sum(b.size for b in state.buckets if b.num_shards == 1)
     accumulated = open_ if document.schedule.startswith(PUTS_OFF) else state.accumulated_at_once(document.num_micro_batches > 1)
     adds_up_whole = zero < 2 or (zero == 2 and document.num_micro_batches > 1)
+    value_bytes = ITEM_BYTES[document.precision]
+    values = state.gathered_at_once() if zero == 3 else whole
+    masters = ELEMENT_BYTES * (own if zero else whole) if zero == 3 or value_bytes < ELEMENT_BYTES else 0
     return Memory(
-        parameters=ELEMENT_BYTES * (state.frozen + (own + state.gathered_at_once() if zero == 3 else versions * whole)),
+        parameters=value_bytes * (state.frozen + versions * values) + versions * masters,
         gradients=ELEMENT_BYTES * (versions * whole if adds_up_whole else own + accumulated),
         optimizer=ELEMENT_BYTES * OPTIMIZER_PER_PARAMETER * (own if zero else whole),
         activations=activation_bytes,

@@ -2,7 +2,8 @@
 
     Holding        fp32 parameters and gradients, 4 bytes each, and AdamW's two moments, 8, per element; ZeRO 1 shards the moments over
                    dp, 2 the gradients too (whole while several micro-batches add up, as the runtime does), 3 the parameters too
-                   (Rajbhandari et al., arXiv 1910.02054, section 5)
+                   (Rajbhandari et al., arXiv 1910.02054, section 5). In 16 bits another 2 for the values that programs read; the
+                   FP32 parameters are then masters, which ZeRO 1 shards already. Sizes are those in FP32
     sums           ZeRO 0: one all-reduce of the gradients; 1 and 2: reduce-scatter and all-gather, the same bytes; 3: for every
                    micro-batch two all-gathers and one reduce-scatter (1.5 times the bytes, section 7)
     overlap        where collectives run beside matmuls, the sums of the last micro-batch hide behind its backward: only what is left counts
@@ -19,6 +20,7 @@ from meshwright.compiler.costs import all_gather_s, all_reduce_s, reduce_scatter
 from meshwright.compiler.hardware import Link
 from meshwright.plans.document import Memory
 
+FP32_BYTES = 4
 OPTIMIZER_PER_PARAMETER = 2
 """Bytes of optimizer state per byte of an fp32 parameter: two moments."""
 UPDATE_PASSES = 10
@@ -27,16 +29,21 @@ UPDATE_PASSES = 10
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank keeps. `copies` of parameters and gradients; `shards`: ranks of dp."""
+    """What a rank keeps. `copies` of parameters and gradients; `shards`: ranks of dp. `value_bytes` of a number that programs read,
+    `sum_bytes` of one that is summed over dp."""
 
     copies: int = 1
     zero: int = 0
     shards: int = 1
     micro_batches: int = 1
+    value_bytes: int = FP32_BYTES
+    sum_bytes: int = FP32_BYTES
 
     def parameters(self, size_bytes: int) -> int:
         """Bytes for parameters of `size_bytes`."""
-        return self.copies * (self.sharded(size_bytes) if self.zero >= 3 else size_bytes)
+        has_masters = self.zero >= 3 or self.value_bytes < FP32_BYTES
+        masters = (self.sharded(size_bytes) if self.zero else size_bytes) if has_masters else 0
+        return self.copies * (masters + (0 if self.zero >= 3 else size_bytes * self.value_bytes // FP32_BYTES))
 
     def gradients(self, size_bytes: int) -> int:
         """Bytes for their gradients."""
@@ -68,12 +75,14 @@ def sums_s(holding: Holding, size_bytes: int, forward_s: float, backward_s: floa
     """Seconds of a stage's step that the sums over dp add: gradients of `size_bytes`, micro-batches of these times."""
     if holding.shards == 1:
         return 0.0
-    scatter, gather = (cost(size_bytes, holding.shards, link) for cost in (reduce_scatter_s, all_gather_s))
+    summed = size_bytes * holding.sum_bytes / FP32_BYTES
+    scatter = reduce_scatter_s(summed, holding.shards, link)
+    gather = all_gather_s(size_bytes * holding.value_bytes / FP32_BYTES, holding.shards, link)
     if holding.zero == 3:
         per_micro_batch = 2 * gather + scatter
         hidden = forward_s + backward_s if link.overlaps else 0.0
         return holding.micro_batches * max(0.0, per_micro_batch - hidden)
-    whole = scatter + gather if holding.zero else all_reduce_s(size_bytes, holding.shards, link)
+    whole = scatter + gather if holding.zero else all_reduce_s(summed, holding.shards, link)
     hidden = backward_s if link.overlaps else 0.0
     return max(0.0, whole - hidden)
 

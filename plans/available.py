@@ -11,8 +11,8 @@ from meshwright.plans.mesh import Mesh
 
 AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
-    "precision": ("fp32",),
-    "reduce_dtype": ("fp32",),
+    "precision": ("fp32", "bf16", "fp16"),
+    "reduce_dtype": ("fp32", "bf16"),
     "recompute": ("none", "full"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-2bw", "synthesised", "auto"),
 }

@@ -23,7 +23,7 @@ COMMENTS: Mapping[str, str] = {
     "mesh": "ranks by axis",
     "seq": "batch: tokens per sequence, sequences per micro-batch and per step",
     "precision": "how a step runs",
-    "precision_ops": "in what type ops compute: compute (the precision), fp32, inside (FP32 in the kernel); others: widest of their operands",
+    "precision_ops": "what ops compute in: compute (the precision), fp32, inside (FP32 in the kernel); else the widest of their operands",
     "stages": "pipeline stages: segments in order, predicted seconds per micro-batch and bytes per rank",
     "parameters": "parameter storage: S(d) slice of dim d, I same everywhere, R same with partial gradients",
     "kinds": "layouts of results by module, or by op of a module; P partial sums; alike in all segments of a kind",

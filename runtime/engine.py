@@ -177,11 +177,15 @@ class Engine:
 
     def _skip(self, metrics: Metrics) -> Metrics:
         """A step that is not finite: with a smaller loss scale the next may be."""
-        if self._scale is None or not self._scale.overflowed():
+        if not self.lower_loss_scale():
             raise NonFiniteError(self._describe_non_finite(self.step, metrics.loss, metrics.grad_norm))
         self.step += 1
         self._num_skipped += 1
         return replace(metrics, step=self.step, skipped=True)
+
+    def lower_loss_scale(self) -> bool:
+        """After an overflow, on all ranks alike: whether a smaller scale may help. False but in fp16."""
+        return self._scale is not None and self._scale.overflowed()
 
     def forward_backward(self, batch: Mapping[str, object], record: StepRecord | None = None) -> Metrics:
         """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions."""

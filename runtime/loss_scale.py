@@ -29,6 +29,9 @@ class ScaleOptions:
     interval: int = 2000
 
 
+DEFAULT = ScaleOptions()
+
+
 def read_scale_options(given: object) -> ScaleOptions:
     """Options from {"initial": 65536, "growth": 2, "backoff": 0.5, "interval": 2000}, or any part; InputError says what is wrong."""
     names = [field.name for field in fields(ScaleOptions)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.gradients import Chunk
-from meshwright.runtime.loss_scale import ScaleOptions, read_scale_options
+from meshwright.runtime.loss_scale import DEFAULT, ScaleOptions, read_scale_options
 
 Option = float | tuple[float, float] | None
 
@@ -55,7 +55,7 @@ class OptimizerOptions:
     clip: float | None
     values: Mapping[str, Option]
     groups: tuple[Group, ...] = (Group(("*",)),)
-    loss_scale: ScaleOptions = ScaleOptions()
+    loss_scale: ScaleOptions = DEFAULT
 
     def group_of(self, name: str) -> int:
         """Number of a parameter's group."""

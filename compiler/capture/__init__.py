@@ -118,7 +118,7 @@ def _captured_in(
             built = build_skeleton(source, config, getattr(torch, dtype))
             return built, *_captured(built, example, source, micro_batch, seq)
         except InputError as error:
-            note = f"captured in float32, for in {dtype} the model's code does not export ({str(error).splitlines()[0]}); its casts are ours"
+            note = f"captured in float32, for in {dtype} the model's code does not export: {str(error).splitlines()[0]}"
             config = load_config(source)
     built = build_skeleton(source, config)
     traced, graph = _captured(built, example, source, micro_batch, seq)
