@@ -1,10 +1,10 @@
 """The `bench` command: how fast a plan runs here, beside what it was predicted to do.
 
-    step        median wall seconds of a step, all ranks in step with each other
+    step        median wall seconds of a step, all ranks in step with each other (but under pipedream-2bw, which has no flush)
     CPU         process_time of a step summed over ranks (mean over steps): what the machine spends, whoever waits
     memory      per rank, from `Engine.memory`
     actions     seconds of every stage's forward, backward and weight gradient, and the bubble, from recorded steps (runtime.trace) of
-                their own: without updates, and on GPUs with a wait after each action
+                their own: without updates, with a flush, and on GPUs with a wait after each action
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from meshwright.plans.units import format_bytes, format_seconds
 from meshwright.reference import random_batch
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.execution import StepRecord
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.trace import Span, bubble, mean_seconds, spans, write_trace
 from meshwright.train import PATIENCE_S
 
@@ -104,7 +105,8 @@ def measure(
     walls = []
     cpu_start = time.process_time()
     for _ in range(steps):
-        dist.barrier()
+        if document.schedule != ASYNCHRONOUS:
+            dist.barrier()
         start = time.perf_counter()
         engine.train_step(batch)
         walls.append(time.perf_counter() - start)
