@@ -9,8 +9,9 @@ goes on behind the last sequence that was seen.
 
     learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
                     cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
-    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds. Under pipedream-2bw
-                    a step is reported after the next one, so that nobody waits for its loss
+    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds, loss_scale (1 but in
+                    fp16) and skipped, for a step that overflowed: its loss and norm are null where they are not finite. Under
+                    pipedream-2bw a step is reported after the next one, so that nobody waits for its loss
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from meshwright.plans.save import load_checked
 from meshwright.plans.signature import Signature
 from meshwright.runtime.checkpoint_files import complete
 from meshwright.runtime.engine import Engine, Metrics
+from meshwright.runtime.loss_scale import DEFAULT
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.tokens import TokenSource, open_tokens, prepare
 
@@ -78,8 +80,12 @@ class StepRecord:
     lr: float
     tokens_per_s: float
     seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
     def __str__(self) -> str:
+        if self.skipped:
+            return f"step {self.step}  skipped: gradients overflow with loss scale {self.loss_scale:g}"
         return (
             f"step {self.step}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
             f"{self.tokens_per_s:,.0f} tokens/s"
@@ -99,7 +105,14 @@ class Done:
     def record(self) -> StepRecord:
         """Its line."""
         return StepRecord(
-            self.step, self.metrics.loss, self.metrics.grad_norm, self.lr, self.tokens / self.seconds, self.seconds
+            self.step,
+            self.metrics.loss,
+            self.metrics.grad_norm,
+            self.lr,
+            self.tokens / self.seconds,
+            self.seconds,
+            self.metrics.loss_scale,
+            self.metrics.skipped,
         )
 
 
@@ -125,6 +138,10 @@ def command(
     log_every: Annotated[int, typer.Option(min=1, help="steps between printed lines")] = 1,
     seed: Annotated[int | None, typer.Option(min=0, help="order of the data; the plan's seed when not given")] = None,
     mask_token: Annotated[int | None, typer.Option(help="masked-lm on token ids: the mask token's id")] = None,
+    loss_scale: Annotated[float, typer.Option(help="fp16: what the loss is multiplied by at first")] = DEFAULT.initial,
+    scale_growth: Annotated[float, typer.Option(help="fp16: by how much it grows")] = DEFAULT.growth,
+    scale_backoff: Annotated[float, typer.Option(help="fp16: by how much it shrinks after an overflow")] = DEFAULT.backoff,
+    scale_interval: Annotated[int, typer.Option(help="fp16: good steps in a row after which it grows")] = DEFAULT.interval,
 ) -> None:
     """Trains the model on text."""
     if lr <= 0:
@@ -140,6 +157,8 @@ def command(
     if optimizer == "adamw":
         settings["betas"] = betas
     settings["groups"] = [read_group(text) for text in group or ()]
+    scaling = {"initial": loss_scale, "growth": scale_growth, "backoff": scale_backoff, "interval": scale_interval}
+    settings["loss_scale"] = scaling
     engine = Engine(plan_dir, optimizer=settings, timeout_s=PATIENCE_S)
     if start is not None:
         load_newest(engine, start)
@@ -247,7 +266,8 @@ def reporting(
 
         def report(record: StepRecord) -> None:
             if lines is not None:
-                lines.write(json.dumps(asdict(record)) + "\n")
+                written = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(record).items()}
+                lines.write(json.dumps(written) + "\n")
                 lines.flush()
             progress.update(task, completed=record.step + 1, description=str(record))
             last = record.step + 1 == steps

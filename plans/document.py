@@ -275,6 +275,9 @@ class Declaration(Frozen):
         for key in type(self).model_fields:
             if reason := unavailable(key, getattr(self, key)):
                 raise Conflict(key, reason)
+        if self.precision == "fp16" and self.schedule == "pipedream-2bw":
+            reason = "fp16 skips steps that overflow, which pipedream-2bw finds out after the next has begun; use bf16, or a schedule with flushes"
+            raise Conflict("precision", reason)
         if self.global_batch is not None and self.micro_batch is not None and self.mesh is not None:
             check_batch(self.global_batch, self.micro_batch, self.mesh)
         if self.schedule is not None and self.zero is not None:
