@@ -6,17 +6,12 @@ import random
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-import networkx
 import pytest
 
-from meshwright.compiler.capture import capture
 from meshwright.compiler.hardware import Link
-from meshwright.compiler.kinds import Kinds
 from meshwright.passes.choose_stages import SegmentCost, choose_stages
-from meshwright.plan import compile
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
-from meshwright.tests.parity import build
 
 LINK = Link(latency_s=0.01, bandwidth_bytes_per_s=1000.0)
 
@@ -91,26 +86,3 @@ def test_a_long_uneven_chain_is_no_worse_than_any_single_move() -> None:
                 segments, Mesh(pp=8), schedule="1f1b", micro_batches=16, link=LINK, pinned=[tuple(s) for s in other]
             )
             assert moved.step_s >= choice.step_s * (1 - 1e-6)
-
-
-def test_segments_of_an_encoder_decoder_are_in_topological_order() -> None:
-    """Stages are contiguous in a topological order of the DAG of segments, and what the encoder made crosses every later cut."""
-    source = build("t5", layers=2)
-    kinds = Kinds(capture(source.directory, None, task=None, seq=32, micro_batch=2, attention="sdpa").graph)
-    dag = networkx.DiGraph()
-    order = [s.name for s in kinds.graph.segments]
-    dag.add_nodes_from(order)
-    for i, op in enumerate(kinds.graph.ops):
-        for name in op.operands:
-            made = kinds.graph.producers.get(name)
-            ends = [kinds.segment_of_op.get(j) for j in (made, i) if j is not None]
-            if len(ends) == 2 and ends[0] is not None and ends[1] is not None and ends[0].name != ends[1].name:
-                dag.add_edge(ends[0].name, ends[1].name)
-    assert networkx.is_directed_acyclic_graph(dag)
-    place = {name: i for i, name in enumerate(order)}
-    assert list(networkx.lexicographical_topological_sort(dag, key=place.__getitem__)) == order
-    decoders = [name for name in order if name.startswith("decoder.block")]
-    encoder = {name for name in order if name.startswith("encoder")}
-    assert all(networkx.ancestors(dag, name) >= encoder for name in decoders)
-    plan = compile(source.directory, None, mesh="pp=3", seq=32, micro_batch=2)
-    assert [name for names in plan.document.stage_segments for name in names] == order
