@@ -242,11 +242,11 @@ def load_batches(
 def run_steps(engine: Engine, batches: Batches, rates: LearningRate, steps: range) -> Iterator[Done]:
     """Trains step by step."""
     for step in steps:
-        batch = batches.batch(step)
+        batch = batches.batch(step, engine.own_rows(batches.global_batch))
         start = time.perf_counter()
         engine.learning_rate = rates.at(step)
-        metrics = engine.train_step(batch)
-        yield Done(step, metrics, rates.at(step), batch["input_ids"].numel(), time.perf_counter() - start)
+        metrics = engine.train_step(batch, own_rows=True)
+        yield Done(step, metrics, rates.at(step), metrics.tokens, time.perf_counter() - start)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The global batch: what a step may be given, and which rows are whose.
 
-Every rank has the whole batch, (G, ...) per input; an input that was compiled with k B entries for a micro-batch of B rows has k G.
-Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its micro-batch i is B of them from i B. G is a multiple of dp B.
+Every rank has the whole batch, (G, ...) per input, or its own rows of it; an input that was compiled with k B entries for a micro-batch of B
+rows has k G. Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its micro-batch i is B of them from i B. G is a multiple of dp B.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def flat_inputs(batch: Mapping[str, object]) -> dict[str, Tensor]:
     return found
 
 
-def check_batch(batch: Mapping[str, Tensor], plan: PlanDocument, signature: Signature) -> int:
-    """Number of micro-batches on each dp rank; InputError names the input that is wrong, alike on every rank."""
+def check_batch(batch: Mapping[str, Tensor], plan: PlanDocument, signature: Signature, own_rows: bool = False) -> int:
+    """Number of micro-batches on each dp rank; InputError names the input that is wrong, alike on every rank that has it."""
     names = [spec.name for spec in signature.inputs]
     if set(batch) != set(names):
         raise InputError(f"batch: found inputs {', '.join(batch) or 'none'}, expected {', '.join(names)}")
@@ -44,11 +44,12 @@ def check_batch(batch: Mapping[str, Tensor], plan: PlanDocument, signature: Sign
         _check_input(batch[spec.name], spec, rows * spec.shape[0] // plan.micro_batch, f"batch: {spec.name}")
         if signature.vocab_size is not None and batch[spec.name].dtype == torch.int64:
             _check_ids(batch[spec.name], spec.name, signature.vocab_size, plan.task)
-    unit = plan.mesh.dp * plan.micro_batch
+    parts = 1 if own_rows else plan.mesh.dp
+    unit = parts * plan.micro_batch
     if rows == 0 or rows % unit:
         raise InputError(
-            f"batch: {rows} rows do not divide into dp={plan.mesh.dp} x micro-batches of {plan.micro_batch}; "
-            f"give {plan.global_batch} rows, or another multiple of {unit}"
+            f"batch: {rows} rows do not divide into dp={parts} x micro-batches of {plan.micro_batch}; "
+            f"give {plan.global_batch * parts // plan.mesh.dp} rows, or another multiple of {unit}"
         )
     return rows // unit
 

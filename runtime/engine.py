@@ -3,7 +3,7 @@
     engine = Engine("plan/", optimizer={"name": "adamw", "lr": 1e-3, "clip": 1.0})
     metrics = engine.train_step({"input_ids": ids, "labels": ids})        # the global batch, on every rank
 
-A step: zero the gradients; count the loss targets of the global batch (every rank has all of it, so nothing is sent);
+A step: zero the gradients; count the loss targets of the global batch (nothing is sent where every rank has all of it);
 run the schedule's actions (runtime.execution); sum the gradients over ranks (runtime.gradients); add up loss and
 squared gradient norm over all ranks in FP64, in one all-reduce; clip; update. In fp16 the backward starts from a loss scale, and a step
 whose sums are not finite is skipped by all ranks (runtime.loss_scale).
@@ -155,13 +155,19 @@ class Engine:
         self._problem = ""
         self.peak_in_flight = 0
 
-    def train_step(self, batch: Mapping[str, object]) -> Metrics:
-        """Loss and gradients of a global batch, then one update; NonFiniteError, and no update, when they are not finite."""
+    def own_rows(self, rows: int) -> range:
+        """Of a global batch of so many rows, those that this rank computes with."""
+        dp, at = self.plan.mesh.dp, self._placement.at["dp"]
+        return range(at * rows // dp, (at + 1) * rows // dp)
+
+    def train_step(self, batch: Mapping[str, object], own_rows: bool = False) -> Metrics:
+        """Loss and gradients of a global batch, then one update; NonFiniteError, and no update, when they are not finite. `own_rows`: the
+        batch has the rows of `own_rows(G)` alone, on every rank."""
         if self._optimizer is None:
             raise InputError('train_step needs an optimizer, as in Engine(plan_dir, {"name": "adamw", "lr": 1e-3})')
         if self._stale is not None:
-            return self._stale_step(self._stale, batch)
-        metrics = self.forward_backward(batch)
+            return self._stale_step(self._stale, batch, own_rows)
+        metrics = self.forward_backward(batch, own_rows=own_rows)
         if not metrics.is_finite:
             return self._skip(metrics)
         with self._reported("update"):
@@ -187,14 +193,14 @@ class Engine:
         """After an overflow, on all ranks alike: whether a smaller scale may help. False but in fp16."""
         return self._scale is not None and self._scale.overflowed()
 
-    def forward_backward(self, batch: Mapping[str, object], record: StepRecord | None = None) -> Metrics:
-        """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions."""
+    def forward_backward(self, batch: Mapping[str, object], record: StepRecord | None = None, own_rows: bool = False) -> Metrics:
+        """Loss and gradients of a global batch. `record` is filled with the times of this rank's actions; `own_rows` as in train_step."""
         inputs = flat_inputs(batch)
-        num_micro_batches = check_batch(inputs, self.plan, self.signature)
+        num_micro_batches = check_batch(inputs, self.plan, self.signature, own_rows)
         self._flush()
         version = 0 if self._stale is None else self._stale.version
         flat = self._graded = self._versions[version]
-        turn = self._stages.turn(inputs, num_micro_batches, self.step, version)
+        turn = self._stages.turn(inputs, num_micro_batches, self.step, version, own_rows)
         execution = self._stages.execution(turn, num_micro_batches)
         actions = self._stages.schedule(num_micro_batches)[self._placement.at["pp"]]
         scale = self._context.loss_scale = self.loss_scale
@@ -208,21 +214,21 @@ class Engine:
             if scale != 1.0:
                 flat.scale_gradients(1 / scale)
             loss, square = self._start_sums(flat, turn.loss)()
-        return Metrics(loss, math.sqrt(square), self._num_tokens(inputs), self.step, scale)
+        return Metrics(loss, math.sqrt(square), self._num_tokens(inputs, own_rows), self.step, scale)
 
-    def _stale_step(self, stale: StaleSteps, batch: Mapping[str, object]) -> Metrics:
+    def _stale_step(self, stale: StaleSteps, batch: Mapping[str, object], own_rows: bool) -> Metrics:
         """A batch without a flush after it; the update is that of the batch before."""
         inputs = flat_inputs(batch)
-        num_micro_batches = check_batch(inputs, self.plan, self.signature)
+        num_micro_batches = check_batch(inputs, self.plan, self.signature, own_rows)
         self._rates[stale.version], self._update_norm = self.learning_rate, 0.0
         with self._reported("forward and backward", stale):
-            turn = stale.step(inputs, num_micro_batches, self.step)
+            turn = stale.step(inputs, num_micro_batches, self.step, own_rows)
             loss = self._start_sum(self._counted_loss(turn.loss)[None])
         self.peak_in_flight = max(self.peak_in_flight, stale.peak_in_flight)
         self._peak_activation_bytes = max(self._peak_activation_bytes, stale.peak_saved_bytes)
         self.step += 1
         self._raise_problem()
-        return LateMetrics(lambda: loss()[0], self._update_norm, self._num_tokens(inputs), self.step)
+        return LateMetrics(lambda: loss()[0], self._update_norm, self._num_tokens(inputs, own_rows), self.step)
 
     def _stale_update(self, version: int, step: int, loss: float, square: float) -> None:
         """W(t+1) = W(t) - lr g_t on a version, from the other; with gradients that are not finite W(t+1) = W(t)."""
@@ -254,8 +260,8 @@ class Engine:
         if problem:
             raise NonFiniteError(problem)
 
-    def _num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
-        return inputs[self.signature.inputs[0].name].numel()
+    def _num_tokens(self, inputs: Mapping[str, Tensor], own_rows: bool) -> int:
+        return inputs[self.signature.inputs[0].name].numel() * (self.plan.mesh.dp if own_rows else 1)
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole FP32 gradients by the model's parameter names on rank 0, {} elsewhere; after train_step, as clipped."""

@@ -42,8 +42,11 @@ class Stage:
     weights: Weights
     constants: Tensors
 
-    def denominators(self, inputs: Mapping[str, Tensor], num_micro_batches: int) -> list[Tensor]:
-        """Loss targets in a whole batch, a scalar per denominator of the program; 1 for none. Sums of weights stay as they are."""
+    def denominators(
+        self, inputs: Mapping[str, Tensor], num_micro_batches: int, add: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
+        """Loss targets in a whole batch, a scalar per denominator of the program; 1 for none. Sums of weights stay as they are. `add` sums
+        what ranks count, where the inputs are only a part of the batch."""
         totals: list[Tensor] = []
         with torch.no_grad():
             for part in micro_batches(inputs, num_micro_batches):
@@ -51,6 +54,8 @@ class Stage:
                 if not counts:
                     return []
                 totals = [a + b for a, b in zip(totals, counts, strict=True)] if totals else list(counts)
+        if add is not None:
+            totals = [add(total) for total in totals]
         return [total.float() if total.is_floating_point() else total.clamp(min=1).float() for total in totals]
 
 

@@ -107,22 +107,26 @@ class RankStages:
             on_batch=on_batch,
         )
 
-    def turn(self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, version: int = 0) -> Turn:
-        """A global batch, on a version of the weights."""
+    def turn(
+        self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, version: int = 0, own_rows: bool = False
+    ) -> Turn:
+        """A global batch, or this rank's rows of it, on a version of the weights."""
         flat = self._versions[version]
         stages = {stage: replace(bound, weights=Weights(flat.tensors)) for stage, bound in self.stages.items()}
         inputs = {name: batch[name].to(self._context.device) for name in self.input_names}
-        feeds = {stage: self._feed(bound, inputs, num_micro_batches) for stage, bound in stages.items()}
+        feeds = {stage: self._feed(bound, inputs, num_micro_batches, own_rows) for stage, bound in stages.items()}
         return Turn(stages, flat, feeds, step, torch.zeros((), dtype=torch.float64, device=self._context.device))
 
     def transfers(self, finished: Mapping[Action, Actions]) -> Transfers:
         """Messages of this rank."""
         return Transfers(self._channels, finished, self._context.device)
 
-    def _feed(self, stage: Stage, batch: Mapping[str, Tensor], num_micro_batches: int) -> Feed:
+    def _feed(self, stage: Stage, batch: Mapping[str, Tensor], num_micro_batches: int, own_rows: bool) -> Feed:
         """This rank's micro-batches of the inputs that a stage reads, and loss targets in the whole batch."""
         dp = self._axes["dp"]
         inputs = {name: batch[name] for name in stage.program.inputs}
+        if own_rows:
+            return Feed(micro_batches(inputs, num_micro_batches), stage.denominators(inputs, num_micro_batches, dp.all_reduce))
         rows = {name: rank_rows(x, dp.size, dp.index) for name, x in inputs.items()}
         return Feed(micro_batches(rows, num_micro_batches), stage.denominators(inputs, num_micro_batches * dp.size))
 

@@ -58,11 +58,13 @@ class StaleSteps:
         """The version that the next batch runs on."""
         return self._num_batches % VERSIONS
 
-    def step(self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, record: StepRecord | None = None) -> Turn:
+    def step(
+        self, batch: Mapping[str, Tensor], num_micro_batches: int, step: int, own_rows: bool = False, record: StepRecord | None = None
+    ) -> Turn:
         """Runs a batch as far as a call does."""
         if num_micro_batches != self._num_micro_batches:
             self.flush()
-        turn = self._stages.turn(batch, num_micro_batches, step, self.version)
+        turn = self._stages.turn(batch, num_micro_batches, step, self.version, own_rows)
         turn.flat.begin(num_micro_batches, overlap=False)
         pending = self._execution is not None
         if self._execution is None:

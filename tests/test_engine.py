@@ -47,6 +47,7 @@ def run(plan: str, optimizer: Mapping[str, object]) -> dict[str, object]:
     first = engine.forward_backward(toy.batch(16, 99))
     gradients = {name: g.clone() for name, g in engine.gradients().items()}
     metrics = [(first.loss, first.grad_norm), *train(engine, range(STEPS))]
+    assert_own_rows_do(engine)
     return {
         "metrics": metrics,
         "gradients": gradients,
@@ -55,6 +56,14 @@ def run(plan: str, optimizer: Mapping[str, object]) -> dict[str, object]:
         "step": engine.step,
         "in flight": (engine.peak_in_flight, simulated_in_flight(engine)),
     }
+
+
+def assert_own_rows_do(engine: Engine) -> None:
+    """A rank that has only its rows finds what it finds with all of them."""
+    batch, rows = toy.batch(16, 99), engine.own_rows(16)
+    whole = engine.forward_backward(batch)
+    own = engine.forward_backward({name: x[rows.start : rows.stop] for name, x in batch.items()}, own_rows=True)
+    assert own == whole
 
 
 def simulated_in_flight(engine: Engine) -> int:
