@@ -34,6 +34,7 @@ from meshwright.compiler.decisions import (
 )
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.experts import EP, Region, find_regions
+from meshwright.compiler.footprint import Measurer
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
@@ -42,12 +43,13 @@ from meshwright.compiler.precision import DTYPES
 from meshwright.compiler.recomputation import read_recomputed
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
 from meshwright.passes.choose_precision import settle_precision
-from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
+from meshwright.passes.choose_regions import Regions
+from meshwright.passes.choose_schedule import AUTO, DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
-from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs, segment_parameters
+from meshwright.passes.segment_costs import Pricing, collective_seconds, recomputed_of, segment_costs, segment_parameters
 from meshwright.passes.state_memory import with_state_memory
-from meshwright.plans.document import ALL, Declaration, PlanDocument, validate
+from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.layout import I, Layout, Type
 from meshwright.plans.mesh import Mesh
@@ -115,6 +117,12 @@ class Setting:
     @property
     def micro_batches(self) -> int:
         return self.global_batch // (self.mesh.dp * self.micro_batch)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes of a rank. Recomputation is chosen for the hardware's memory when no limit is given."""
+        chooses = self.declaration.recompute == AUTO and self.declaration.recomputed is None
+        return self.declaration.memory_limit or (self.hardware.device.memory_bytes if chooses else None)
 
 
 def settle(declaration: Declaration) -> Setting:
@@ -206,7 +214,7 @@ def fit_layouts(kinds: Kinds, setting: Setting, tell: Progress) -> tuple[Chosen,
 
     def planned(memory_price: float) -> tuple[Chosen, Pricing, ScheduleChoice]:
         chosen = choose(kinds, setting, memory_price)
-        pricing = Pricing(chosen.assignment, setting.mesh, setting.hardware, setting.declaration.recompute or "none")
+        pricing = priced(chosen.assignment, setting)
         tell("cutting pipeline stages")
         return chosen, pricing, pipeline(pricing, setting)
 
@@ -238,6 +246,14 @@ def fit_layouts(kinds: Kinds, setting: Setting, tell: Progress) -> tuple[Chosen,
     chosen, pricing, choice = min(found, key=lambda plan: plan[2].stages.step_s)
     note = "memory_limit: the fastest layouts do not fit; these keep less"
     return replace(chosen, notes=(*chosen.notes, note)), pricing, choice
+
+
+def priced(assignment: Assignment, setting: Setting) -> Pricing:
+    """How segments are priced under chosen layouts; what a declaration lists as recomputed is."""
+    declared = setting.declaration
+    regions = Regions(Measurer(assignment, setting.mesh), setting.hardware)
+    given = None if declared.recomputed is None else read_recomputed(assignment.kinds, declared.recomputed)
+    return Pricing(assignment, setting.mesh, setting.hardware, regions, declared.recompute or "none", given)
 
 
 def choose(kinds: Kinds, setting: Setting, memory_price: float = 0.0) -> Chosen:
@@ -316,7 +332,7 @@ def pipeline(pricing: Pricing, setting: Setting) -> ScheduleChoice:
             setting.micro_batches,
             declared.schedule or DEFAULT,
             declared.chunks,
-            declared.memory_limit,
+            setting.memory_limit,
             pinned,
             setting.hardware.link_for("pp", setting.mesh),
             declared.zero or 0,
@@ -384,9 +400,7 @@ def write_document(
             name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(assignment, name)}
             for name, kind in kinds.by_name.items()
         },
-        "recomputed": [
-            {"segments": compress([s.name for s in kinds.graph.segments if s.prefix]), "regions": ALL, "frees": 0, "costs_s": 0.0}
-        ] if declared.recompute == "full" else [],
+        "recomputed": recomputed_of(pricing, choice.stages.stages),
         "pinned": [*stage_pins(choice.stages, pricing, setting), *pin_names(kinds, chosen.pins)],
         "notes": [*captured.graph.notes, *chosen.notes],
         "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},

@@ -26,7 +26,7 @@ from meshwright.compiler.graph import Parameter, Segment
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import label_values
 from meshwright.compiler.precision import DTYPES
-from meshwright.driver import Setting, choose, layout_problem, pipeline, settle, with_casts
+from meshwright.driver import Setting, choose, layout_problem, pipeline, priced, settle, with_casts
 from meshwright.passes.choose_layouts import LayoutPins, choose_layouts, parameter_class, storage_types
 from meshwright.passes.choose_stages import SegmentCost, StageChoice
 from meshwright.passes.explain import (
@@ -127,7 +127,7 @@ class Explainer:
 
     def priced(self, assignment: Assignment) -> Pricing:
         """An assignment on this machine."""
-        return Pricing(assignment, self.setting.mesh, self.setting.hardware, self.document.recompute)
+        return priced(assignment, self.setting)
 
     def outcome_of(self, pricing: Pricing, setting: Setting) -> Outcome:
         """What a step of a plan takes and needs."""

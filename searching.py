@@ -18,10 +18,12 @@ import torch
 from meshwright import driver
 from meshwright.compiler.capture import Captured, capture
 from meshwright.compiler.experts import find_regions
+from meshwright.compiler.footprint import Measurer
 from meshwright.compiler.hardware import load_hardware
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.precision import DTYPES
 from meshwright.driver import DEFAULT_HARDWARE, DEFAULT_SEQ, CompiledPlan, Setting, settle
+from meshwright.passes.choose_regions import Regions
 from meshwright.passes.choose_stages import SegmentCost
 from meshwright.passes.search import (
     Combination,
@@ -102,7 +104,8 @@ class Pricer:
             known = next((p for k, (p, _) in self.priced.items() if k[:3] == key[:3]), None)
             self.tell(f"choosing layouts for tp={way.mesh.tp}")
             assignment = known.assignment if known else driver.choose(kinds, setting).assignment
-            pricing = Pricing(assignment, way.mesh, setting.hardware, way.recompute)
+            regions = known.regions if known else Regions(Measurer(assignment, way.mesh), setting.hardware)
+            pricing = Pricing(assignment, way.mesh, setting.hardware, regions, way.recompute)
             self.priced[key] = pricing, segment_costs(pricing)
         return self.priced[key]
 

@@ -35,6 +35,7 @@ from meshwright.plans.mesh import Mesh
 from meshwright.runtime.axes import dry_axes
 from meshwright.runtime.context import Context, Weights
 from meshwright.runtime.live_bytes import LiveBytes
+from meshwright.runtime.main_gradients import Deferral, Work, defer_to
 from meshwright.runtime.program import load_program
 
 Function = Callable[..., Any]
@@ -83,6 +84,13 @@ class Record:
 def storage_id(x: Tensor) -> int:
     """Of the memory that a tensor is a view of."""
     return int(x.untyped_storage()._cdata)
+
+
+class Dropped(Deferral):
+    """Products that add to main gradients in place need no memory; those of experts read data, which fake tensors lack."""
+
+    def take(self, work: Work) -> None:
+        """Drops it."""
 
 
 class Trial(Context):
@@ -218,13 +226,15 @@ def run_trial(rt: Trial, assignment: Assignment, mesh: Mesh, by_kind: Mapping[st
     graph = assignment.kinds.graph
     recomputed = {s.name: by_kind.get(s.kind, NOTHING) for s in graph.segments}
     program = load_program(emit_stage(Staging(assignment, mesh, (graph.segments,), recomputed), 0), 0, Path("<footprint>"))
+    deferral = Dropped()
     with FakeTensorMode():
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for p in graph.parameters:
             shape = assignment.parameter_layout(p.path).local_shape(p.value.shape, mesh)
             weights[p.path] = torch.empty(shape, dtype=getattr(torch, p.value.dtype), requires_grad=p.trainable)
             if p.trainable:
                 weights[p.path].grad = torch.empty_like(weights[p.path])
+                defer_to(weights[p.path], deferral)
         inputs = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v in graph.inputs}
         buffers = {path: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v, path in graph.buffers}
         with torch.no_grad():

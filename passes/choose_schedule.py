@@ -92,7 +92,7 @@ def choose_schedule(segments: Sequence[SegmentCost], pipeline: Pipeline) -> Sche
     best = best_named(segments, pipeline)
     if pipeline.schedule == AUTO and 2 * pipeline.micro_batches * len(best.stage_ranks) > MOST_ACTIONS:
         return best
-    own = synthesised(segments, pipeline, best)
+    own = synthesised(pipeline, best)
     return own if pipeline.schedule == SYNTHESISED or own.stages.step_s < best.stages.step_s * (1 - SAME) else best
 
 
@@ -114,11 +114,10 @@ def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule
     return ScheduleChoice(SYNTHESISED, chunks, stages_for(segments, pipeline, DEFAULT, chunks, actions))
 
 
-def synthesised(segments: Sequence[SegmentCost], pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
+def synthesised(pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
     """An order for the stages of the best named schedule, which it starts from."""
-    kept = {s.name: s.activation_bytes for s in segments}
     stages, ranks = best.stages.stages, best.stage_ranks
-    per_micro_batch = tuple(sum(kept[name] for name in s.segments) for s in stages)
+    per_micro_batch = tuple(s.kept_bytes for s in stages)
     room = None
     if pipeline.memory_limit is not None:
         lasting = [s.memory.total - s.memory.activations for s in stages]

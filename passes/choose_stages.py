@@ -12,14 +12,15 @@ time      passes.solver chooses by a closed form, passes.refine_stages from ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
 from meshwright.passes.refine_stages import refine
 from meshwright.passes.simulate import Timeline, Times, compute_order, stage_in_flight, steady, timed
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
+from meshwright.passes.solver_recompute import Option, kept_of, solve_stage
 from meshwright.passes.step_end import FP32_BYTES, Holding, step_end_s
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError, OverLimitError
@@ -35,8 +36,11 @@ class SegmentCost:
 
     parameter_bytes    bytes of the local fp32 shard of every parameter that the segment reads, by path
     activation_bytes   what autograd keeps until the backward
+    shared_bytes       what it keeps that other segments of a stage may keep too, by name
+    transient_bytes    the most that is there for the moment while it runs, forward or backward
     boundary_bytes     what crosses to the next stage when the pipeline is cut behind this segment
     weight_s           the part of backward_s that a schedule may put off: weight gradients of matrix products
+    options            what it may recompute, the first of them nothing; () where there is no choice
     """
 
     name: str
@@ -46,12 +50,21 @@ class SegmentCost:
     activation_bytes: int
     boundary_bytes: int
     weight_s: float = 0.0
+    shared_bytes: Mapping[str, int] = field(default_factory=dict)
+    transient_bytes: int = 0
+    options: tuple[Option, ...] = ()
+
+    @property
+    def ways(self) -> tuple[Option, ...]:
+        """The options, or the one that there is."""
+        return self.options or (Option(self.activation_bytes, self.shared_bytes, self.transient_bytes),)
 
 
 @dataclass(frozen=True)
 class StageCost:
     """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`; `parameter_bytes` are
-    those of its parameters before ZeRO shards them."""
+    those of its parameters before ZeRO shards them, `kept_bytes` the activations of one micro-batch. `taken`: of the options of each
+    segment, by number."""
 
     segments: tuple[str, ...]
     forward_s: float
@@ -59,6 +72,8 @@ class StageCost:
     memory: Memory
     weight_s: float = 0.0
     parameter_bytes: int = 0
+    kept_bytes: int = 0
+    taken: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,21 +129,18 @@ def choose_stages(
     transfers = tuple(point_to_point_s(s.boundary_bytes, link) if link else 0.0 for s in segments)
     ends = read_pins(segments, len(kept), pinned) if pinned is not None else {}
     holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches, *item_bytes)
-    items = tuple(item(segment, transfer, holding) for segment, transfer in zip(segments, transfers, strict=True))
     limit = None if memory_limit is None else memory_limit // chunks
-    chain = Chain(items, kept, micro_batches, limit, ends)
-    try:
-        cuts = solve_partition(chain)
-    except Infeasible as error:
-        least = error.least_bytes * chunks
-        raise OverLimitError(
-            does_not_fit(segments, error, kept, (memory_limit or 0, least), pinned is not None, holding)
-        ) from None
     settled = None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches)
+    costs: dict[tuple[int, int, int], StageCost] = {}
+
+    def stage(start: int, stop: int, count: int) -> StageCost:
+        if (start, stop, count) not in costs:
+            costs[start, stop, count] = stage_cost(segments[start:stop], count, holding, limit)
+        return costs[start, stop, count]
 
     def choice(cuts: Cuts) -> StageChoice:
         spans = zip((0, *cuts[:-1]), cuts, kept, strict=True)
-        stages = tuple(stage_cost(segments[start:stop], count, holding) for start, stop, count in spans)
+        stages = tuple(stage(start, stop, count) for start, stop, count in spans)
         found = priced(stages, order, stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]]), settled)
         found = replace(found, step_s=found.step_s * busy_share(found, link))
         if dp_link is None:
@@ -136,7 +148,40 @@ def choose_stages(
         end_s = step_end_s(holding, [(s.parameter_bytes, s.forward_s, s.backward_s) for s in stages], dp_link)
         return replace(found, step_s=found.step_s + end_s, end_s=end_s)
 
-    return choice(refine(chain, cuts, lambda cuts: choice(cuts).step_s, stage_ranks(order)))
+    found: list[StageChoice] = []
+    over: list[tuple[Infeasible, Sequence[SegmentCost]]] = []
+    for alike in all_alike(segments):
+        items = tuple(item(segment, transfer, holding) for segment, transfer in zip(alike, transfers, strict=True))
+        chain = Chain(items, kept, micro_batches, limit, ends)
+        try:
+            cuts = refine(chain, solve_partition(chain), lambda cuts: choice(cuts).step_s, stage_ranks(order))
+        except Infeasible as error:
+            over.append((error, alike))
+        else:
+            found.append(choice(cuts))
+    if found:
+        return min(found, key=lambda choice: choice.step_s)
+    least, leanest = min(over, key=lambda failed: failed[0].least_bytes)
+    limits = memory_limit or 0, least.least_bytes * chunks
+    raise OverLimitError(does_not_fit(leanest, least, kept, limits, pinned is not None, holding, len(over) > 1))
+
+
+def all_alike(segments: Sequence[SegmentCost]) -> Iterator[tuple[SegmentCost, ...]]:
+    """The segments with every option taken by all that have it, as cuts are chosen under: where memory is short a cut may lie elsewhere."""
+    for number in range(max(len(s.ways) for s in segments)):
+        yield tuple(taking(s, s.ways[min(number, len(s.ways) - 1)]) for s in segments)
+
+
+def taking(segment: SegmentCost, option: Option) -> SegmentCost:
+    """A segment with an option."""
+    return replace(
+        segment,
+        backward_s=segment.backward_s + option.seconds,
+        activation_bytes=option.own_bytes,
+        shared_bytes=option.shared,
+        transient_bytes=option.transient_bytes,
+        options=(),
+    )
 
 
 def stage_times(stages: Sequence[StageCost], transfers: Sequence[float]) -> Times:
@@ -163,21 +208,31 @@ def busy_share(found: StageChoice, link: Link | None) -> float:
 def item(segment: SegmentCost, transfer_s: float, holding: Holding) -> Item:
     """A segment as the solver sees it; both directions of a cut's transfers count."""
     shared = {path: holding.total(size) for path, size in segment.parameter_bytes.items()}
-    return Item(segment.forward_s + segment.backward_s, 2 * transfer_s, segment.activation_bytes, shared)
+    seconds = segment.forward_s + segment.backward_s
+    return Item(seconds, 2 * transfer_s, segment.activation_bytes, shared, segment.shared_bytes, segment.transient_bytes)
 
 
-def stage_cost(segments: Sequence[SegmentCost], in_flight: int, holding: Holding) -> StageCost:
-    """Sums over a stage's segments, every parameter once."""
+def stage_cost(segments: Sequence[SegmentCost], in_flight: int, holding: Holding, limit_bytes: int | None = None) -> StageCost:
+    """Sums over a stage's segments, every parameter once. Where these may recompute, what takes least time within the limit."""
     local = {path: size for s in segments for path, size in s.parameter_bytes.items()}
     parameters = sum(local.values())
-    activations = in_flight * sum(s.activation_bytes for s in segments)
+    lasting = holding.memory(parameters, 0)
+    ways = [s.ways for s in segments]
+    taken: tuple[int, ...] | None = (0,) * len(segments)
+    if limit_bytes is not None and any(len(options) > 1 for options in ways):
+        taken = solve_stage(ways, in_flight, limit_bytes - lasting.total)
+    assert taken is not None, "the cuts fit with one option for all"
+    options = [way[number] for way, number in zip(ways, taken, strict=True)]
+    found = kept_of(options)
     return StageCost(
         tuple(s.name for s in segments),
         sum(s.forward_s for s in segments),
-        sum(s.backward_s for s in segments),
-        holding.memory(parameters, activations),
+        sum(s.backward_s for s in segments) + sum(option.seconds for option in options),
+        lasting.model_copy(update={"activations": in_flight * found.kept_bytes, "transient": found.transient_bytes}),
         sum(s.weight_s for s in segments),
         parameters,
+        found.kept_bytes,
+        taken,
     )
 
 
@@ -216,10 +271,11 @@ def reason(segments: Sequence[SegmentCost], name: str) -> str:
 
 
 def does_not_fit(
-    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, holding: Holding
+    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, holding: Holding,
+    recomputed: bool = False,
 ) -> str:
     """One line: the stage that needs most under the best cuts, what it needs, and what would fit. `limits`: what was allowed,
-    and the least that will do."""
+    and the least that will do. `recomputed`: with the recomputation that needs least."""
     limit, least = limits
     starts = (0, *error.cuts[:-1])
     costs = [stage_cost(segments[i:j], count, holding) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
@@ -228,12 +284,14 @@ def does_not_fit(
     held = (
         f"parameters {format_bytes(memory.parameters)}, gradients {format_bytes(memory.gradients)}, "
         f"optimizer {format_bytes(memory.optimizer)}, "
-        f"activations {format_bytes(memory.activations)} with {kept[stage]} micro-batches in flight"
+        f"activations {format_bytes(memory.activations)} with {kept[stage]} micro-batches in flight, "
+        f"{format_bytes(memory.transient)} for the moment"
     )
+    least_kept = ", recomputing what it can," if recomputed else ""
     where = f"stages[{stage}] as given" if pinned else f"stage {stage} of the best {len(costs)} stages"
     cure = "leave stages out, allow" if pinned else "allow"
     return (
         f"memory_limit: {where} ({cost.segments[0]} to {cost.segments[-1]}) needs {format_bytes(memory.total)} "
-        f"on a rank: {held}; the limit is {format_bytes(limit)}; {cure} {least} bytes, "
+        f"on a rank{least_kept}: {held}; the limit is {format_bytes(limit)}; {cure} {least} bytes, "
         "or use a larger pp or tp, a smaller micro_batch or a shorter seq"
     )

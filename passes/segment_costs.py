@@ -3,8 +3,7 @@
     seconds      per micro-batch: each op on its share, conversions of its operands, forward and backward
     parameters   bytes of the local shards that the segment reads
     weights      the part of the backward that is weight gradients
-    activations  bytes that autograd keeps for one micro-batch, estimated from what the derivative of each op needs; with recomputation, the
-                 segment's inputs alone
+    activations  bytes that autograd keeps for one micro-batch, with or without recomputation (passes.recompute_options)
     boundary     bytes that cross to the next segment when a stage is cut behind it: every value made so far that is still needed
 
 Costs are computed once per kind and repeated for its members.
@@ -12,6 +11,7 @@ Costs are computed once per kind and repeated for its members.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.compiler.assignment import TRAFFIC, Assignment
@@ -21,15 +21,15 @@ from meshwright.compiler.experts import EP
 from meshwright.compiler.flops import ITEM_BYTES, op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Graph, Op, Segment
 from meshwright.compiler.hardware import Hardware, Link
-from meshwright.compiler.rules import shapes
-from meshwright.compiler.rules.table import rule_for
-from meshwright.passes.choose_stages import SegmentCost
+from meshwright.compiler.recomputation import NOTHING, Recomputation, write_regions
+from meshwright.passes.choose_regions import Regions
+from meshwright.passes.choose_stages import SegmentCost, StageCost
+from meshwright.passes.recompute_options import again_s, footprints, option, recomputations
+from meshwright.passes.solver_recompute import Option
 from meshwright.passes.step_end import FP32_BYTES
 from meshwright.plans.layout import I, R, Type, conversion
 from meshwright.plans.mesh import Mesh
-
-VIEWS = (shapes.view, shapes.permute, shapes.expand, shapes.slice_dim, shapes.select, shapes.split)
-
+from meshwright.plans.patterns import compress
 
 EXPERT_PRODUCTS = frozenset(("grouped_mm_fallback",))
 PUT_OFF = frozenset(("linear", "addmm")) | EXPERT_PRODUCTS
@@ -41,12 +41,15 @@ SAVES_RESULTS = frozenset("tanh sigmoid exp rsqrt sqrt softmax log_softmax relu 
 
 @dataclass(frozen=True)
 class Pricing:
-    """The setting in which segments are priced."""
+    """The setting in which segments are priced. `regions` knows what they keep and what of them is worth recomputing; `recomputed`: what a
+    plan says is, by segment."""
 
     assignment: Assignment
     mesh: Mesh
     hardware: Hardware
-    recompute: str
+    regions: Regions
+    recompute: str = "none"
+    recomputed: Mapping[str, Recomputation] | None = None
 
     def local_bytes(self, name: str, type_: Type | None = None) -> int:
         """Bytes of a value on one rank."""
@@ -67,21 +70,62 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
     """One cost per segment, in order."""
     kinds = pricing.assignment.kinds
     times = {name: kind_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
-    saved = {name: kind_activations(pricing, kind.representative) for name, kind in kinds.by_name.items()}
     put_off = {name: weight_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
     boundaries = boundary_bytes(pricing)
+    ways = segment_options(pricing, {kind: forward for kind, (forward, _) in times.items()})
     return tuple(
         SegmentCost(
             name=s.name,
             forward_s=times[s.kind][0],
             backward_s=times[s.kind][1],
             parameter_bytes={path: pricing.master_bytes(name) for path, name in segment_parameters(pricing, s)},
-            activation_bytes=saved[s.kind],
+            activation_bytes=ways[s.name][0].own_bytes,
             boundary_bytes=boundaries[i],
             weight_s=put_off[s.kind],
+            shared_bytes=ways[s.name][0].shared,
+            transient_bytes=ways[s.name][0].transient_bytes,
+            options=ways[s.name],
         )
         for i, s in enumerate(kinds.graph.segments)
     )
+
+
+def segment_options(pricing: Pricing, forward_s: Mapping[str, float]) -> dict[str, tuple[Option, ...]]:
+    """What every segment may recompute, as numbers; in the order of `allowed`. `forward_s` by kind."""
+    wanted = allowed(pricing)
+    found = footprints(pricing.regions, wanted)
+    kind_of = {s.name: s.kind for s in pricing.assignment.kinds.graph.segments}
+    return {
+        name: tuple(
+            option(found[name, each], again_s(pricing.regions, kind_of[name], forward_s[kind_of[name]], each)) for each in ways
+        )
+        for name, ways in wanted.items()
+    }
+
+
+def allowed(pricing: Pricing) -> dict[str, tuple[Recomputation, ...]]:
+    """What every segment may recompute."""
+    return recomputations(pricing.regions, pricing.recompute, pricing.recomputed)
+
+
+def recomputed_of(pricing: Pricing, stages: Sequence[StageCost]) -> list[dict[str, object]]:
+    """`recomputed` of a plan: for every run of segments that do the same, the regions, what one frees and what it costs."""
+    wanted = allowed(pricing)
+    kinds = pricing.assignment.kinds
+    nothing = footprints(pricing.regions, {s.name: (NOTHING,) for s in kinds.graph.segments})
+    costs = {s.name: s for s in segment_costs(pricing)}
+    kind_of = {s.name: s.kind for s in kinds.graph.segments}
+    rows: dict[tuple[int, str, Recomputation, int, float], list[str]] = {}
+    for stage, cost in enumerate(stages):
+        for name, number in zip(cost.segments, cost.taken, strict=True):
+            chosen, way = wanted[name][number], costs[name].ways[number]
+            if chosen != NOTHING:
+                frees = nothing[name, NOTHING].kept_bytes - way.own_bytes - sum(way.shared.values())
+                rows.setdefault((stage, kind_of[name], chosen, frees, way.seconds), []).append(name)
+    return [
+        {"segments": compress(names), "regions": write_regions(kinds, kind, chosen), "frees": frees, "costs_s": seconds}
+        for (_, kind, chosen, frees, seconds), names in rows.items()
+    ]
 
 
 def segment_parameters(pricing: Pricing, segment: Segment) -> tuple[tuple[str, str], ...]:
@@ -110,8 +154,6 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
         forward, backward = forward + pair[0], backward + after
     moves = expert_moves_s(pricing, segment.kind)
     forward, backward = forward + moves, backward + moves
-    if pricing.recompute == "full" and segment.prefix:
-        backward += forward
     return forward, backward
 
 
@@ -192,35 +234,6 @@ def collective_seconds(pricing: Pricing) -> dict[str, float]:
                 if collective in TRAFFIC and time_s:
                     found[collective] = found.get(collective, 0.0) + time_s * len(kind.members)
     return found
-
-
-def kind_activations(pricing: Pricing, segment: Segment) -> int:
-    """Bytes kept for the backward pass of one micro-batch: every saved tensor once, views of one tensor together."""
-    assignment = pricing.assignment
-    graph = assignment.kinds.graph
-    if pricing.recompute == "full" and segment.prefix:
-        return sum(pricing.local_bytes(n) for n in assignment.kinds.externals(segment) if graph.values[n].requires_grad)
-    entered = assignment.entry_types(segment.kind)
-    bases: dict[str, str] = {}
-    saved: dict[tuple[str, str], int] = {}
-    for position, i in enumerate(segment.ops):
-        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
-        if rule_for(op.target) in VIEWS:
-            bases.update((r.name, bases.get(op.operands[0], op.operands[0])) for r in op.results)
-        if not any(r.requires_grad for r in op.results):
-            continue
-        own = entered.get
-        kept = [(n, kept_type(own(n, assignment.type_of(n)), t, op)) for n, t in zip(op.operands, strategy.operands, strict=True)]
-        results = list(zip((r.name for r in op.results), strategy.results, strict=True))
-        for name, type_ in what_is_saved(op, kept, results):
-            if name not in graph.parameter_of and graph.values[name].dtype.startswith(("float", "bfloat")):
-                saved[bases.get(name, name), type_.kind] = pricing.local_bytes(name, type_)
-    return sum(saved.values())
-
-
-def kept_type(source: Type, need: Type, op: Op) -> Type:
-    """A column-parallel linear keeps its gathered operand as the slice that it was."""
-    return source if source.kind == "S" and need == R and short_name(op) in ("linear", "addmm") else need
 
 
 Typed = list[tuple[str, Type]]

@@ -4,7 +4,8 @@ Given items 0..n-1 with seconds t_i (forward and backward of one micro-batch), s
 directions of one micro-batch), p stages and M micro-batches:
 
     T(i, j)     = t_i + ... + t_{j-1}, from prefix sums
-    memory      = shared parameters of items i..j-1, each counted once, + in_flight[s] x their activation bytes
+    memory      = shared parameters of items i..j-1, each counted once, + in_flight[s] x their activation bytes (shared ones once)
+                  + the most that there is beside these, when one item after the other runs (passes.solver_recompute.kept_of)
     minimise    (M - 1) max_s T_s + sum_s T_s + sum of c over the cuts
 
 which is the step time of a flushing pipeline (GPipe, 1F1B) whose slowest stage never waits after its first micro-batch:
@@ -20,7 +21,7 @@ T^2). One worker and a fixed seed: the answer is a function of the problem alone
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -53,12 +54,16 @@ class Item:
     """One indivisible piece of the chain.
 
     shared_bytes   what a stage holds once however many of its items name it (a tied parameter), by name
+    kept_bytes     activations of a micro-batch of which the same holds, by name
+    moment_bytes   what there is for the moment while it runs
     """
 
     seconds: float
     cut_s: float
     activation_bytes: int
     shared_bytes: Mapping[str, int] = field(default_factory=dict)
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    moment_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,21 +113,27 @@ class Chain:
     @cached_property
     def resident_bytes(self) -> tuple[tuple[int, ...], ...]:
         """resident_bytes[i][j - i - 1]: shared bytes of items i..j-1, each name once."""
-        rows = []
-        for start in range(len(self.items)):
-            held: set[str] = set()
-            total, row = 0, []
-            for item in self.items[start:]:
-                total += sum(n for name, n in item.shared_bytes.items() if name not in held)
-                held.update(item.shared_bytes)
-                row.append(total)
-            rows.append(tuple(row))
-        return tuple(rows)
+        return each_once([item.shared_bytes for item in self.items])
+
+    @cached_property
+    def shared_activations(self) -> tuple[tuple[int, ...], ...]:
+        """The same of activations."""
+        return each_once([item.kept_bytes for item in self.items])
 
     @cached_property
     def activations(self) -> tuple[int, ...]:
-        """Prefix sums of activation bytes of one micro-batch."""
+        """Prefix sums of activation bytes of one micro-batch that items do not share."""
         return tuple(accumulate((i.activation_bytes for i in self.items), initial=0))
+
+    @cached_property
+    def peaks(self) -> tuple[tuple[int, ...], ...]:
+        """peaks[i][j - i - 1]: the most of own activations and the moment's need while items i..j-1 run one after the other."""
+        rows = []
+        for start in range(len(self.items)):
+            sums = accumulate(item.activation_bytes for item in self.items[start:])
+            needs = (kept + item.moment_bytes for kept, item in zip(sums, self.items[start:], strict=True))
+            rows.append(tuple(accumulate(needs, max)))
+        return tuple(rows)
 
     def duration(self, start: int, stop: int) -> int:
         """Ticks of items start..stop-1."""
@@ -130,8 +141,10 @@ class Chain:
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
         """What a stage of items start..stop-1 keeps."""
-        kept = self.in_flight[stage] * (self.activations[stop] - self.activations[start])
-        return self.resident_bytes[start][stop - start - 1] + kept
+        last, kept = stop - start - 1, self.in_flight[stage]
+        shared = kept * self.shared_activations[start][last]
+        own = (kept - 1) * (self.activations[stop] - self.activations[start]) + self.peaks[start][last]
+        return self.resident_bytes[start][last] + shared + own
 
     def cost(self, cuts: Cuts) -> int:
         """The objective in ticks."""
@@ -144,6 +157,20 @@ class Chain:
     def transfers(self, cuts: Cuts) -> int:
         """Ticks that the cuts cost by themselves."""
         return sum(self.cut_ticks[j] for j in cuts[:-1])
+
+
+def each_once(named: Sequence[Mapping[str, int]]) -> tuple[tuple[int, ...], ...]:
+    """[i][j - i - 1]: sum over i..j-1, each name once."""
+    rows = []
+    for start in range(len(named)):
+        held: set[str] = set()
+        total, row = 0, []
+        for sizes in named[start:]:
+            total += sum(n for name, n in sizes.items() if name not in held)
+            held.update(sizes)
+            row.append(total)
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 class Sweep:

@@ -108,7 +108,7 @@ class Kept:
     transient_bytes: int
 
 
-def kept(options: Sequence[Option]) -> Kept:
+def kept_of(options: Sequence[Option]) -> Kept:
     """Of a stage whose segments take these, in order."""
     shared = {name: size for option in options for name, size in option.shared.items()}
     at = most = sum(shared.values())
@@ -120,7 +120,7 @@ def kept(options: Sequence[Option]) -> Kept:
 
 def stage_bytes(options: Sequence[Option], in_flight: int) -> int:
     """Activations and the moment's need of a stage."""
-    found = kept(options)
+    found = kept_of(options)
     return in_flight * found.kept_bytes + found.transient_bytes
 
 

@@ -9,7 +9,8 @@ whole for a time, N being ranks of dp:
     ZeRO 2   gradients    with one micro-batch as with 3, with buckets of many segments; with several, all of them and no shards
 
 Two versions of the weights (pipedream-2bw) have parameters and gradients of their own. A frozen parameter is whole, once, without gradient
-and state. Not in it: what a collective itself needs for the moment, up to one bucket. Where a rank has several stages each stage is counted
+and state. A sum over dp needs room for its result while it is
+under way: the largest bucket, or a shard of it. Where a rank has several stages each stage is counted
 as if it were alone.
 """
 
@@ -91,7 +92,7 @@ def with_state_memory(document: PlanDocument, signature: Signature, reads: Reads
     held = parameters(document, signature, reads)
     stages = []
     for stage, told in enumerate(document.stages):
-        memory = state_memory(stage_state(document, held, reads, stage), document, told.memory.activations)
+        memory = state_memory(stage_state(document, held, reads, stage), document, told.memory)
         stages.append(told.model_copy(update={"memory": memory}))
     return document.model_copy(update={"stages": tuple(stages)})
 
@@ -122,19 +123,23 @@ def stage_state(document: PlanDocument, held: Mapping[str, Parameter], reads: Re
     return StageState(frozen, buckets, used, len(segments))
 
 
-def state_memory(state: StageState, document: PlanDocument, activation_bytes: int) -> Memory:
-    """In bytes."""
+def state_memory(state: StageState, document: PlanDocument, told: Memory) -> Memory:
+    """In bytes; `told` has the rest."""
     zero, whole, own = document.zero, state.whole, state.own
     versions = VERSIONS if document.schedule == ASYNCHRONOUS else 1
     open_ = whole - sum(b.size for b in state.buckets if b.num_shards == 1)
     accumulated = open_ if document.schedule.startswith(PUTS_OFF) else state.accumulated_at_once(document.num_micro_batches > 1)
     adds_up_whole = zero < 2 or (zero == 2 and document.num_micro_batches > 1)
-    value_bytes = ITEM_BYTES[document.precision]
+    summed = max((b.shard_size if zero else b.size for b in state.buckets if b.num_shards > 1), default=0)
+    value_bytes, sum_bytes = ITEM_BYTES[document.precision], ITEM_BYTES[document.reduce_dtype]
     values = state.gathered_at_once() if zero == 3 else whole
     masters = ELEMENT_BYTES * (own if zero else whole) if zero == 3 or value_bytes < ELEMENT_BYTES else 0
-    return Memory(
+    rounded = max((b.size for b in state.buckets if b.num_shards > 1), default=0) if sum_bytes < ELEMENT_BYTES else 0
+    lasting = Memory(
         parameters=value_bytes * (state.frozen + versions * values) + versions * masters,
         gradients=ELEMENT_BYTES * (versions * whole if adds_up_whole else own + accumulated),
         optimizer=ELEMENT_BYTES * OPTIMIZER_PER_PARAMETER * (own if zero else whole),
-        activations=activation_bytes,
+        activations=told.activations,
+        communication=sum_bytes * (summed + rounded),
     )
+    return told.model_copy(update=lasting.model_dump(include={"parameters", "gradients", "optimizer", "communication"}))

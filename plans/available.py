@@ -13,7 +13,7 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "precision": ("fp32", "bf16", "fp16"),
     "reduce_dtype": ("fp32", "bf16"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full", "auto"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-2bw", "synthesised", "auto"),
 }
 """By key of the plan."""

@@ -5,6 +5,7 @@
     check_stages       one stage per pp rank and chunk; no segment in two stages; layers in ascending order
     check_placement    every pp rank has as many stages as there are chunks
     check_segments     the stages' segments are the kinds' segments, each once
+    check_recomputed   nothing is under `none`, whole segments alone are under `full`; no segment twice
     check_parameters   no name twice; no parameter partial, or laid out over pp
 """
 
@@ -99,6 +100,18 @@ def check_parameters(layouts: Mapping[str, Layout]) -> None:
                 raise Conflict(path, f"found {layout}, expected S, I or R, on axes other than pp")
             if type_.kind == "R" and axis == "ep":
                 raise Conflict(path, f"found {layout}, expected S or nothing on ep: its ranks are part of dp, which sums the gradients")
+
+
+def check_recomputed(mode: str, entries: Sequence[tuple[Sequence[str], bool]]) -> None:
+    """`entries`: segment patterns, and whether all of them runs again."""
+    seen: set[str] = set()
+    for number, (patterns, whole) in enumerate(entries):
+        if mode == "none" or (mode == "full" and not whole):
+            raise Conflict("recomputed", f"recompute is {mode}, expected selective or auto for this list; or leave recomputed out")
+        for name in expand_at(f"recomputed[{number}].segments", patterns):
+            if name in seen:
+                raise Conflict(f"recomputed[{number}].segments", f"{name} is given twice; give all its regions in one place")
+            seen.add(name)
 
 
 def expand_at(path: str, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from meshwright.plans.consistency import (
     check_batch,
     check_parameters,
     check_placement,
+    check_recomputed,
     check_segments,
     check_stages,
     check_versions,
@@ -154,16 +155,27 @@ class ModelSource(ModelDeclaration):
 
 
 class Memory(Frozen):
-    """Predicted bytes of one rank of a stage."""
+    """Predicted bytes of one rank of a stage.
+
+    parameters, gradients, optimizer   what lasts; gradients are the sums over micro-batches
+    activations                        that autograd keeps of all micro-batches in flight
+    buffers                            constants of the program, such as rotary tables
+    transient                          the most that is there for the moment beside all this, what is recomputed included
+    communication                      what a sum over dp needs beside the gradients
+    """
 
     parameters: Amount
     gradients: Amount
     optimizer: Amount
     activations: Amount
+    buffers: Amount = 0
+    transient: Amount = 0
+    communication: Amount = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        held = self.parameters + self.gradients + self.optimizer + self.activations
+        return held + self.buffers + self.transient + self.communication
 
 
 class StageDeclaration(Frozen):
@@ -276,7 +288,7 @@ class Declaration(Frozen):
             if reason := unavailable(key, getattr(self, key)):
                 raise Conflict(key, reason)
         if self.precision == "fp16" and self.schedule == "pipedream-2bw":
-            reason = "fp16 skips steps that overflow, which pipedream-2bw finds out after the next has begun; use bf16, or a schedule with flushes"
+            reason = "fp16 skips steps that overflow, which pipedream-2bw learns after the next has begun; use bf16 or another schedule"
             raise Conflict("precision", reason)
         if self.global_batch is not None and self.micro_batch is not None and self.mesh is not None:
             check_batch(self.global_batch, self.micro_batch, self.mesh)
@@ -291,6 +303,8 @@ class Declaration(Frozen):
             check_segments([stage.layers for stage in self.stages], segments)
         if self.parameters is not None:
             check_parameters(self.parameters)
+        if self.recomputed is not None:
+            check_recomputed(self.recompute or "none", [(r.segments, r.regions == ALL) for r in self.recomputed])
         return self
 
 

@@ -58,6 +58,9 @@ EXPECTED: Mapping[str, str] = {
     "stages.memory.gradients": "bytes, 0 or more",
     "stages.memory.optimizer": "bytes, 0 or more",
     "stages.memory.activations": "bytes, 0 or more",
+    "stages.memory.buffers": "bytes, 0 or more",
+    "stages.memory.transient": "bytes, 0 or more",
+    "stages.memory.communication": "bytes, 0 or more",
     "parameters": "layouts by parameter name such as model.layers.{0..15}.mlp.up_proj.weight: S(0)@tp",
     "kinds": "segments and layouts by kind of segment",
     "kinds.segments": "a list of segment names such as 'model.layers.{0..15}'",
@@ -87,10 +90,13 @@ def read_plan(data: object, where: str = "plan.yaml") -> PlanDocument:
 
 
 def read_declaration(data: object, options: Mapping[str, object], where: str) -> Declaration:
-    """The declaration of a file's `data`, command-line `options` laid over it; errors name `where` or the option."""
+    """The declaration of a file's `data`, command-line `options` laid over it; errors name `where` or the option.
+    Another `recompute` chooses anew what is recomputed."""
     if not isinstance(data, Mapping):
         raise InputError(_not_keys(data, where))
-    return _read(Declaration, {**data, **options}, where, tuple(options))
+    anew = options.get("recompute", data.get("recompute")) != data.get("recompute")
+    kept = {key: value for key, value in data.items() if not (anew and key == "recomputed")}
+    return _read(Declaration, {**kept, **options}, where, tuple(options))
 
 
 def read_signature(data: object, where: str) -> Signature:

@@ -151,6 +151,7 @@ class Engine:
         self._num_skipped = 0
         self._saver = Saver(self._arrangement)
         self._peak_activation_bytes = 0
+        self._peak_transient_bytes = 0
         self._num_updates, self._update_norm, self._rates = 0, 0.0, [0.0] * len(self._versions)
         self._problem = ""
         self.peak_in_flight = 0
@@ -208,6 +209,7 @@ class Engine:
             flat.begin(num_micro_batches, overlap=not split_backwards(actions))
             execution.run(actions, record)
         self._peak_activation_bytes = max(self._peak_activation_bytes, execution.peak_saved_bytes)
+        self._peak_transient_bytes = max(self._peak_transient_bytes, execution.peak_transient_bytes - flat.staged.peak)
         self.peak_in_flight = max(self.peak_in_flight, execution.peak_in_flight)
         with self._reported("gradient sums"):
             flat.finish(self._tied)
@@ -315,7 +317,7 @@ class Engine:
             self._optimizer.set_num_steps(self._num_updates)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer and activations."""
+        """{"now": bytes, "peak": bytes} on this rank, each by parameters, gradients, optimizer, activations, buffers and transient."""
         now, peak = (_summed([flat.memory()[when] for flat in self._versions]) for when in ("now", "peak"))
         optimizer = self._optimizer.num_bytes if self._optimizer else 0
         active, most = 0, self._peak_activation_bytes
@@ -323,8 +325,14 @@ class Engine:
             active = max(0, torch.cuda.memory_allocated(self.device) - sum(now.values()) - optimizer)
             most = max(0, torch.cuda.max_memory_allocated(self.device) - sum(peak.values()) - optimizer)
         return {
-            "now": {**now, "optimizer": optimizer, "activations": active},
-            "peak": {**peak, "optimizer": optimizer, "activations": most},
+            "now": {**now, "optimizer": optimizer, "activations": active, "buffers": self._stages.constant_bytes, "transient": 0},
+            "peak": {
+                **peak,
+                "optimizer": optimizer,
+                "activations": most,
+                "buffers": self._stages.constant_bytes,
+                "transient": self._peak_transient_bytes,
+            },
         }
 
     @property

@@ -146,16 +146,20 @@ class StepExecution:
         """What autograd keeps is counted there from now on, or no longer."""
         self._saved = saved
         self._context.on_keep = None if saved is None else saved.keep
+        if saved is not None:
+            saved.know(x for turn in self.turns for feed in turn.feeds.values() for part in feed.inputs for x in part.values())
 
     def run(self, actions: Actions, record: StepRecord | None = None, to_the_end: bool = True) -> None:
         """All actions. `to_the_end`: nothing follows, so what was sent is waited for."""
         self._record = record
-        for action in actions:
-            self.action = action
-            if record is None:
-                self._do(action)
-            else:
-                self._do_timed(action, record)
+        watching: AbstractContextManager[object] = nullcontext() if self._saved is None else self._saved.live
+        with watching:
+            for action in actions:
+                self.action = action
+                if record is None:
+                    self._do(action)
+                else:
+                    self._do_timed(action, record)
         if to_the_end:
             self._transfers.drain()
 
@@ -187,6 +191,11 @@ class StepExecution:
     def peak_saved_bytes(self) -> int:
         """Largest amount that autograd kept, if it was watched."""
         return 0 if self._saved is None else self._saved.peak
+
+    @property
+    def peak_transient_bytes(self) -> int:
+        """The most that was alive beside it, if it was watched."""
+        return 0 if self._saved is None else self._saved.transient
 
     def _turn(self, action: Action) -> tuple[Turn, int]:
         """The batch of an action, and its micro-batch there."""

@@ -3,7 +3,8 @@
 On CPUs activations are what autograd saves for the backward pass: unique storages, parameters and constants left out,
 summed over the stages' micro-batches in flight. Shapes never change (but those of rows that went to their experts over ep, by what the
 router does), so one step is watched for each number of micro-batches.
-Of recomputed layers it is what they keep; what a recomputation makes for the moment is not counted.
+Of what is recomputed it is the operands. The transient is the most that was alive in that step beside them: results and gradients on
+their way, what a recomputation makes for the moment, messages (runtime.live_bytes).
 On GPUs they are what the allocator has beyond parameters, gradients and optimizer states.
 """
 
@@ -15,9 +16,11 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.runtime.live_bytes import LiveBytes
+
 
 class SavedBytes:
-    """Bytes saved for backward, now and at their peak. `permanent` tensors do not count."""
+    """Bytes saved for backward, now and at their peak. `permanent` tensors do not count. `live` counts all that is allocated within it."""
 
     def __init__(self, permanent: Iterable[Tensor]) -> None:
         self._permanent = {tensor.untyped_storage()._cdata for tensor in permanent}
@@ -25,6 +28,16 @@ class SavedBytes:
         self._seen: set[int] = set()
         self._key: Hashable = None
         self.peak = 0
+        self.live = LiveBytes()
+
+    def know(self, permanent: Iterable[Tensor]) -> None:
+        """These do not count either."""
+        self._permanent.update(tensor.untyped_storage()._cdata for tensor in permanent)
+
+    @property
+    def transient(self) -> int:
+        """The most that was alive beside what was saved at most."""
+        return max(0, self.live.peak - self.peak)
 
     @contextmanager
     def of(self, key: Hashable) -> Iterator[None]:

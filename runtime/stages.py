@@ -70,6 +70,12 @@ class RankStages:
         return {stage: bound.program for stage, bound in self.stages.items()}
 
     @property
+    def constant_bytes(self) -> int:
+        """Of folded constants."""
+        parts = {c.untyped_storage()._cdata: c.untyped_storage().nbytes() for s in self.stages.values() for c in s.constants.values()}
+        return sum(parts.values())
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """Model inputs that any of the stages reads."""
         return tuple(dict.fromkeys(name for program in self.programs.values() for name in program.inputs))

@@ -1,0 +1,145 @@
+"""Predicted against measured memory, and recomputation against none, on real ranks: run by hand, its results are in docs/memory.md.
+
+    python -m meshwright.tests.memory            the grid: four models, tp 1 and 2, sequence parallelism, none, selective, full, auto
+
+A case compiles a model once per way to recompute, runs a step of each with dropout on, and gives for every stage's rank what was predicted
+and measured, and whether loss and gradients are bitwise those without recomputation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from meshwright.plan import compile
+from meshwright.plans.units import format_bytes
+from meshwright.runtime.engine import Engine
+from meshwright.tests.parity import Tiny, batches, build
+from meshwright.tests.ranks import run_ranks
+
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "t5": {"dropout_rate": 0.1},
+    "llama": {"attention_dropout": 0.1},
+    "mixtral": {"attention_dropout": 0.1},
+}
+WAYS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a mesh; `options` of compile, `changes` of its configuration."""
+
+    model: str
+    mesh: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    layers: int = 2
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.mesh} {' '.join(f'{k}={v}' for k, v in self.options.items())}".strip()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank and way: bytes predicted and measured, and whether loss and gradients are those of the first way."""
+
+    way: str
+    rank: int
+    predicted: Mapping[str, int]
+    peak: Mapping[str, int]
+    same: bool
+
+    @property
+    def exact(self) -> bool:
+        return self.predicted["activations"] == self.peak["activations"]
+
+    @property
+    def peak_ratio(self) -> float:
+        """Predicted activations and moment's need by the measured ones."""
+        found, told = (m["activations"] + m["transient"] for m in (self.peak, self.predicted))
+        return told / found
+
+
+def compile_ways(case: Case, folder: Path, ways: Sequence[str] = WAYS) -> list[tuple[str, str]]:
+    """(way, plan directory) of a case."""
+    tiny: Tiny = build(case.model, layers=case.layers, **{**DROPOUT[case.model], **case.changes})
+    found = []
+    for way in ways:
+        path = folder / f"{case}-{way}".replace(" ", "_")
+        compile(tiny.directory, mesh=case.mesh, seq=tiny.seq, **{"micro_batch": 2, **case.options, "recompute": way}).save(path)
+        found.append((way, str(path)))
+    return found
+
+
+def run_plans(cases: Sequence[Sequence[tuple[str, str]]]) -> list[list[tuple[dict[str, int], dict[str, int], float, dict[str, torch.Tensor]]]]:
+    """On one rank, of each case and way: predicted and measured bytes, loss and gradients."""
+    results = []
+    for ways in cases:
+        found = []
+        for _, plan in ways:
+            engine = Engine(plan)
+            document = engine.plan
+            metrics = engine.forward_backward(batches(document.global_batch, document.seq, 1)[0])
+            stage = document.mesh.coordinates(engine.rank)["pp"]
+            found.append((document.stages[stage].memory.model_dump(), engine.memory()["peak"], metrics.loss, engine.gradients()))
+        results.append(found)
+    return results
+
+
+def measure(cases: Sequence[Case], ranks: int, ways: Sequence[str] = WAYS) -> list[list[Measured]]:
+    """All cases, which have `ranks` ranks, in one process group."""
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        plans = [compile_ways(case, Path(folder), ways) for case in cases]
+        by_rank = run_ranks(ranks, run_plans, plans, timeout=600)
+    return [
+        [
+            Measured(way, rank, *by_rank[rank][c][w][:2], equal(by_rank[rank][c][0], by_rank[rank][c][w]))
+            for w, way in enumerate(ways)
+            for rank in range(ranks)
+        ]
+        for c in range(len(cases))
+    ]
+
+
+def equal(first: tuple[object, object, float, dict[str, torch.Tensor]], other: tuple[object, object, float, dict[str, torch.Tensor]]) -> bool:
+    """Bitwise the same loss and gradients."""
+    return first[2] == other[2] and all(torch.equal(g, other[3][name]) for name, g in first[3].items())
+
+
+def grid() -> dict[int, list[Case]]:
+    """By ranks."""
+    sequence = [{"sequence_parallel": "off"}, {"sequence_parallel": "on"}]
+    models = ("llama", "gpt2", "mixtral", "t5")
+    return {
+        1: [Case(m, "tp=1") for m in models],
+        2: [Case(m, "tp=2", s) for m in models for s in sequence] + [Case("gpt2", "tp=1,pp=2", {"schedule": "zb-h1", "attention": "eager"})],
+        4: [Case("llama", "pp=2,dp=2", {"zero": 3}), Case("mixtral", "dp=2,ep=2,tp=2"), Case("t5", "pp=2,tp=2")],
+    }
+
+
+def main(ranks: Sequence[int]) -> None:
+    for count, cases in grid().items():
+        if count not in ranks:
+            continue
+        for case in cases:
+            for found in measure([case], count)[0]:
+                if found.rank % max(1, count // 2) == 0:
+                    memory = found.peak
+                    print(
+                        f"{str(case):48} {found.way:10} rank {found.rank}  saved {format_bytes(found.predicted['activations']):>10} predicted "
+                        f"{format_bytes(memory['activations']):>10} measured {'exact' if found.exact else 'DIFFERS'}  "
+                        f"peak {found.peak_ratio:.3f}  {'bitwise' if found.same else 'DIFFERENT'}",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main([int(text) for text in sys.argv[1:]] or [1, 2, 4])
