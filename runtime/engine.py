@@ -301,8 +301,8 @@ class Engine:
         """Goes on from the newest checkpoint in a directory, of any plan of the same model."""
         self._flush()
         with self._reported("loading"):
-            state = {**self._state(), PARAMETERS: self._parameter_parts()}
-            facts = load_checkpoint(Path(directory), self._arrangement, state, self._optimizer_name)
+            parts = {**self._state(), PARAMETERS: self._parameter_parts()}
+            facts = load_checkpoint(Path(directory), self._arrangement, parts, self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)

@@ -10,7 +10,8 @@ all-reduced: two small collectives per loss and none in the backward pass (Megat
 The result is I.
 
 Saved are the logits, the labels and log Z; the softmax is made once, in the backward pass, as the gradient itself. Rows
-are worked on in blocks, in fp32 (or fp64, when the logits are).
+are worked on in blocks, in fp32 (or fp64, when the logits are): 16-bit logits are never there in fp32 as a whole. On GPUs both loops
+over the rows are kernels (runtime.kernels.cross_entropy).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import torch
 from torch import Tensor
 
 from meshwright.runtime.axes import Axis, TrivialAxis
+from meshwright.runtime.kernels import ENABLED, runs_on
+
+if ENABLED:
+    from meshwright.runtime.kernels import cross_entropy as kernels
 
 BLOCK_ELEMENTS = 1 << 23
 WHOLE = TrivialAxis("vocabulary")
@@ -46,6 +51,8 @@ def _place(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 def _row_sums(logits: Tensor, labels: Tensor, axis: Axis, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """log Z, z[t] and sum(z) per row (the last only when smoothing), over the whole vocabulary."""
+    if ENABLED and runs_on(logits) and logits.dtype != torch.float64:
+        return _merged(*kernels.row_sums(logits, labels, axis.index * logits.shape[1]), axis)
     wide = _accumulator(logits.dtype)
     peak = axis.all_reduce(logits.amax(-1).to(wide), "max")
     local, inside = _place(labels, axis.index * logits.shape[1], logits.shape[1])
@@ -58,6 +65,14 @@ def _row_sums(logits: Tensor, labels: Tensor, axis: Axis, smoothing: float) -> t
         exps.append((block - peak[rows].unsqueeze(1)).exp_().sum(1))
     total = torch.cat(totals) if smoothing else torch.zeros_like(target)
     exp, target, total = axis.all_reduce(torch.stack([torch.cat(exps), target, total])).unbind(0)
+    return exp.log() + peak, target, total
+
+
+def _merged(peaks: Tensor, exps: Tensor, targets: Tensor, totals: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, from each rank's sums of exponentials below its own maxima."""
+    peak = axis.all_reduce(peaks, "max")
+    own = exps * (peaks - peak).exp()
+    exp, target, total = axis.all_reduce(torch.stack([own, targets, totals])).unbind(0)
     return exp.log() + peak, target, total
 
 
@@ -80,6 +95,10 @@ class _CrossEntropySum(torch.autograd.Function):
         width = logits.shape[1]
         local, inside = _place(labels, ctx.axis.index * width, width)
         scale = grads[0].to(log_z.dtype).expand_as(log_z).masked_fill(labels == ctx.ignore_index, 0).unsqueeze(1)
+        if ENABLED and runs_on(logits) and logits.dtype != torch.float64:
+            start, vocabulary = ctx.axis.index * width, width * ctx.axis.size
+            found = kernels.gradient(logits, labels, start, log_z, scale.squeeze(1), ctx.smoothing, vocabulary)
+            return found, None, None, None, None
         hit = inside.to(log_z.dtype).mul_(ctx.smoothing - 1).unsqueeze(1)
         grad = torch.empty_like(logits)
         for rows in _blocks(logits):

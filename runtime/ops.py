@@ -9,6 +9,7 @@
     own_heads                         the key heads of a rank's query heads
     dropout, sdpa                     runtime.random
     grouped_mm                        runtime.grouped
+    rms_norm                          torch's; on GPUs runtime.kernels.rms_norm
     autograd_function                 runtime.functions
     route, dispatch, combine, local_experts, exchange           runtime.experts
 
@@ -17,7 +18,7 @@ Conversions save no tensors. On an axis of one rank they return their operand. I
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,10 +31,14 @@ from meshwright.runtime.axes import Axis, join_shards, take_shard
 from meshwright.runtime.experts import combine, dispatch, exchange, local_experts, route
 from meshwright.runtime.functions import autograd_function
 from meshwright.runtime.grouped import grouped_mm
+from meshwright.runtime.kernels import ENABLED, runs_on
 from meshwright.runtime.linear import column_linear, linear
 from meshwright.runtime.loss import cross_entropy_sum, token_mean, vocab_cross_entropy_sum
 from meshwright.runtime.main_gradients import add_rows
 from meshwright.runtime.random import dropout, sdpa
+
+if ENABLED:
+    from meshwright.runtime.kernels import rms_norm as kernels
 
 __all__ = [
     "autograd_function",
@@ -50,6 +55,7 @@ __all__ = [
     "linear",
     "local_experts",
     "parse_conversion",
+    "rms_norm",
     "route",
     "sdpa",
     "token_mean",
@@ -173,6 +179,13 @@ def vocab_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int = 
     """
     start = axis.index * weight.shape[0]
     return _vocab_embedding(ids, weight, start, padding_idx)
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """x (..., *shape) divided by the root of the mean square over `shape`, times weight (shape)."""
+    if ENABLED and runs_on(x) and weight is not None and len(shape) == 1 and x.dtype == weight.dtype != torch.float64:
+        return kernels.rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    return functional.rms_norm(x, list(shape), weight, eps)
 
 
 def own_heads(x: Tensor, axis: Axis, heads: int) -> Tensor:

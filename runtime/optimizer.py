@@ -1,4 +1,5 @@
-"""Optimizers on what a rank updates of its flat parameters (runtime.gradients.Chunk): torch's own, fused, one call per step.
+"""Optimizers on what a rank updates of its flat parameters (runtime.gradients.Chunk), in place: torch's own, fused, one call per step;
+on GPUs AdamW is a kernel of ours (runtime.kernels.adamw).
 
 OPTIMIZERS has their options with defaults (torch's); `clip` is the largest global gradient norm, None for no clipping. `groups`
 are settings of their own for parameters by name, the first that matches counts:
@@ -22,7 +23,11 @@ from torch import Tensor
 
 from meshwright.plans.errors import InputError
 from meshwright.runtime.gradients import Chunk
+from meshwright.runtime.kernels import ENABLED
 from meshwright.runtime.loss_scale import DEFAULT, ScaleOptions, read_scale_options
+
+if ENABLED:
+    from meshwright.runtime.kernels import adamw as kernels
 
 Option = float | tuple[float, float] | None
 
@@ -137,7 +142,10 @@ class Optimizer:
         names = STATES[options.name] if options.values.get("momentum", 1.0) else ()
         self.states = {name: torch.zeros(num_own, device=device) for name in names} if states is None else states
         self._steps: list[Tensor] = []
-        self._torch = self._build([chunk for chunk in chunks if chunk.values.numel()])
+        self._num_steps = 0
+        self._chunks = [chunk for chunk in chunks if chunk.values.numel()]
+        self._by_kernel = ENABLED and options.name == "adamw" and device.type == "cuda"
+        self._torch = None if self._by_kernel else self._build(self._chunks)
 
     def step(self, lr: float) -> None:
         """One update with this learning rate."""
@@ -145,9 +153,21 @@ class Optimizer:
             for group in self._torch.param_groups:
                 group["lr"] = lr * self.options.groups[group["group"]].lr_scale
             self._torch.step()
+        if self._by_kernel:
+            self._kernel_step(lr)
+
+    def _kernel_step(self, lr: float) -> None:
+        self._num_steps += 1
+        for chunk in self._chunks:
+            group = self.options.groups[chunk.group]
+            settings = {**self.options.values, **({} if group.weight_decay is None else {"weight_decay": group.weight_decay})}
+            first, second = (self.states[name][chunk.start : chunk.start + len(chunk.values)] for name in STATES["adamw"])
+            rate = lr * group.lr_scale
+            kernels.adamw(chunk.values, chunk.gradients, first, second, self._num_steps, rate, **settings)  # type: ignore[arg-type]
 
     def set_num_steps(self, steps: int) -> None:
         """How many updates the states have seen."""
+        self._num_steps = steps
         for counted in self._steps:
             counted.fill_(steps)
 

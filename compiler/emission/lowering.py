@@ -191,6 +191,10 @@ def grouped(site: Site) -> str:
     return f"ops.grouped_mm({', '.join(site.render(a) for a in site.op.args)})"
 
 
+def rms_norm(site: Site) -> str:
+    return f"ops.rms_norm({', '.join([site.render(a) for a in site.op.args] + [f'{k}={site.render(v)}' for k, v in site.op.kwargs])})"
+
+
 def transpose(site: Site) -> str:
     return f"{site.argument(0, 'self')}.transpose({site.argument(1, 'dim0')}, {site.argument(2, 'dim1')})"
 
@@ -269,6 +273,7 @@ LOWERINGS: dict[str, Callable[[Site], str]] = {
     "aten.linear.default": linear,
     "aten.addmm.default": addmm,
     "aten.scaled_dot_product_attention.default": attention,
+    "aten.rms_norm.default": rms_norm,
     "aten.embedding.default": embedding,
     "aten.mean.dim": mean,
     "aten.mean.default": mean,
