@@ -26,10 +26,20 @@ from meshwright.benchmarks.common import ROWS, SEQ, Result, make_model
 from meshwright.plan import compile
 
 TIMEOUT_S = 300
+PEERS = {
+    "gpipe": ("GPipe",),
+    "1f1b": ("1F1B",),
+    "interleaved": ("Interleaved1F1B",),
+    "zb-h1": (),
+    "zb-v": ("ZBVZeroBubble", "DualPipeV"),
+    "pipedream-2bw": (),
+}
+"""Schedules on pp=2, with those of torch.distributed.pipelining that do the same."""
 PLANS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "off"},
     "tp-sequence": {"mesh": "tp=2", "micro_batch": 8, "sequence_parallel": "on"},
     "pp": {"mesh": "pp=2", "micro_batch": 2},
+    **{f"pp-{name}": {"mesh": "pp=2", "micro_batch": 2, "schedule": name} for name in PEERS},
     "dp": {"mesh": "dp=2", "micro_batch": 4},
     **{f"zero-{stage}": {"mesh": "dp=2", "micro_batch": 4, "zero": stage} for stage in (1, 2, 3)},
 }
@@ -56,8 +66,12 @@ JOBS = (
     Job("tp=2", "DTensor", "peers.dtensor_tp"),
     Job("tp=2", "megatron-core", "peers.megatron_core", ("tp",)),
     Job("pp=2", "Meshwright", "meshwright_run", ("pp",), goal=1.10),
-    Job("pp=2", "torch 1F1B", "peers.pipeline_1f1b"),
+    Job("pp=2", "torch 1F1B", "peers.pipeline", ("1F1B",)),
     Job("pp=2", "megatron-core 1F1B", "peers.megatron_core", ("pp",)),
+    *(job for ours, theirs in PEERS.items() for job in (
+        Job("schedules", f"Meshwright {ours}", "meshwright_run", (f"pp-{ours}",)),
+        *(Job("schedules", f"torch {name}", "peers.pipeline", (name,)) for name in theirs),
+    )),
     Job("dp=2", "Meshwright", "meshwright_run", ("dp",), goal=1.15),
     Job("dp=2", "torch DDP", "peers.ddp"),
     *(Job("zero", f"Meshwright, ZeRO {n}", "meshwright_run", (f"zero-{n}",), goal=1.15 if n < 3 else 1.30) for n in (1, 2, 3)),
@@ -78,10 +92,11 @@ def choose(only: str | None) -> list[Job]:
     return [job for job in jobs if job.module not in absent]
 
 
-def prepare(folder: Path) -> None:
-    """The model, and a plan for each mesh, in a folder."""
+def prepare(folder: Path, jobs: list[Job]) -> None:
+    """The model, and the plans that jobs name, in a folder."""
     make_model(folder / "model")
-    for name, choices in PLANS.items():
+    named = {job.arguments[0] for job in jobs if job.module == "meshwright_run"}
+    for name, choices in ((n, c) for n, c in PLANS.items() if n in named):
         compile(folder / "model", seq=SEQ, global_batch=ROWS, **choices).save(folder / name)
 
 
@@ -121,12 +136,12 @@ def main() -> None:
     """Prepares, runs the rounds, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("none", "tp=2", "pp=2", "dp=2", "zero"), help="one group of runs")
+    parser.add_argument("--only", choices=("none", "tp=2", "pp=2", "schedules", "dp=2", "zero"), help="one group of runs")
     options = parser.parse_args()
     jobs = choose(options.only)
     rounds: list[dict[Job, Result]] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        prepare(Path(folder))
+        prepare(Path(folder), jobs)
         for number in range(options.rounds):
             results = {}
             for job in (SINGLE, *jobs):
