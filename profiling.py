@@ -8,7 +8,8 @@
                   of this job; without torchrun the command starts ranks of its own (gloo, or NCCL where every rank has a GPU)
 
 All ranks measure at the same time, since what they share is shared in a step too. Times of the first three are the least of many runs, in
-CPU time on a CPU; those of ops are medians; those of collectives too, and no smaller message takes longer than a larger one.
+CPU time on a CPU; those of ops are medians; those of collectives have computing between them, so that waiting for the slower rank and
+waking up count. No smaller message takes longer than a larger one.
 A CPU has one thread per rank, as torchrun sets it. Memory of a machine is shared among its ranks, and so are its cores where there are more
 ranks (`ranks_per_core`).
 
@@ -43,6 +44,8 @@ Progress = Callable[[str], None]
 
 EFFORT = Effort()
 LEAST_RUNS = 5
+WORK = 384
+"""Side of the matrices that ranks multiply between collectives: about a millisecond of a CPU core."""
 PATIENCE_S = 600
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 MATMUL_SIZES = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
@@ -258,23 +261,27 @@ def message(x: torch.Tensor, index: int) -> None:
 
 
 def together_s(run: Callable[[torch.Tensor], object], size: int, axis: Axis, device: torch.device, budget_s: float) -> float:
-    """Seconds of one run on all ranks: the slowest rank's, median over runs."""
+    """Seconds of one run on all ranks, as in a program: every rank computes before, by itself, and waits for those that come later. The
+    mean over ranks of a rank's mean without its slowest tenth."""
     x = torch.ones(size // 4 // axis.size * axis.size, device=device)
-    times = []
+    work = torch.ones(WORK, WORK, device=device)
+    times: list[float] = []
     count = torch.ones(())
     for _ in range(LEAST_RUNS):
         run(x)
     while float(count) > 0:
-        dist.barrier()
+        work = torch.nn.functional.linear(work, work) / WORK
+        synchronize(device)
         start = time.perf_counter()
         run(x)
         synchronize(device)
         times.append(time.perf_counter() - start)
         count = torch.tensor(float(sum(times) < budget_s), device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MIN)
-    slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return rounded(float(slowest.median()))
+    kept = sorted(times)[: max(1, 9 * len(times) // 10)]
+    mean = torch.tensor(sum(kept) / len(kept) / axis.size, device=device)
+    dist.all_reduce(mean)
+    return rounded(float(mean))
 
 
 def main(arguments: Sequence[str]) -> None:
