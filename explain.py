@@ -192,9 +192,13 @@ class Explainer:
         members = [p.path for p in self.kinds.graph.parameters if parameter_class(self.kinds, p) == name]
         chosen = self.document.parameter_layouts[parameter.path].on(AXIS)
         problem, _, _ = layout_problem(self.kinds, self.setting)
-        size = self.pricing.local_bytes(parameter.value.name)
+        size, read = self.pricing.master_bytes(parameter.value.name), self.pricing.local_bytes(parameter.value.name)
+        values = "" if read == size else f"{format_bytes(read)} and masters of "
         rows: list[Row] = [
-            ("memory", f"{format_bytes(size)} on a rank, its gradient as much, optimizer {format_bytes(OPTIMIZER_PER_PARAMETER * size)}"),
+            (
+                "memory",
+                f"{values}{format_bytes(size)} on a rank, its gradient as much, optimizer {format_bytes(OPTIMIZER_PER_PARAMETER * size)}",
+            ),
             ("alike in", f"{len(members)} {'layers' if len(members) > 1 else 'place'}"),
         ]
         if chosen == R:
