@@ -80,7 +80,11 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensor operands in order of appearance (args, then kwargs), repeats included."""
-        return tuple(ref.name for ref in iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+        found: list[str] = []
+        _collect(self.args, found)
+        for _, item in self.kwargs:
+            _collect(item, found)
+        return tuple(found)
 
     def __str__(self) -> str:
         call = ", ".join([*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)])
@@ -102,6 +106,15 @@ def iter_refs(tree: object) -> Iterator[Ref]:
             yield from iter_refs(item)
 
 
+def _collect(tree: object, found: list[str]) -> None:
+    """Appends the names of the Refs of a nested structure, in order."""
+    if isinstance(tree, Ref):
+        found.append(tree.name)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _collect(item, found)
+
+
 def map_refs(tree: object, fn: Callable[[Ref], object]) -> object:
     """The same structure with every Ref replaced by fn(ref)."""
     if isinstance(tree, Ref):
@@ -109,7 +122,7 @@ def map_refs(tree: object, fn: Callable[[Ref], object]) -> object:
     if isinstance(tree, list):
         return [map_refs(item, fn) for item in tree]
     if isinstance(tree, tuple):
-        return tuple(map_refs(item, fn) for item in tree)
+        return tuple([map_refs(item, fn) for item in tree])
     return tree
 
 

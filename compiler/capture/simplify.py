@@ -36,7 +36,8 @@ def rebind(op: Op, names: Mapping[str, str]) -> Op:
 
     args = map_refs(op.args, read)
     assert isinstance(args, tuple)
-    return replace(op, args=args, kwargs=tuple((name, map_refs(item, read)) for name, item in op.kwargs))
+    kwargs = tuple([(name, map_refs(item, read)) for name, item in op.kwargs])
+    return Op(op.target, args, kwargs, op.results, op.module, op.level)
 
 
 def packet(op: Op) -> str:
@@ -76,9 +77,12 @@ def mark_gradients(graph: Graph) -> Graph:
     ops = []
     for op in graph.ops:
         differentiable = packet(op) not in NO_GRADIENT and any(name in flows for name in op.operands)
-        results = tuple(replace(r, requires_grad=differentiable and carries_gradient(r)) for r in op.results)
-        flows.update(r.name for r in results if r.requires_grad)
-        ops.append(op if results == op.results else replace(op, results=results))
+        marks = [differentiable and carries_gradient(r) for r in op.results]
+        flows.update(r.name for r, marked in zip(op.results, marks, strict=True) if marked)
+        if any(r.requires_grad is not marked for r, marked in zip(op.results, marks, strict=True)):
+            results = tuple(replace(r, requires_grad=marked) for r, marked in zip(op.results, marks, strict=True))
+            op = Op(op.target, op.args, op.kwargs, results, op.module, op.level)
+        ops.append(op)
     return replace(graph, ops=tuple(ops))
 
 
@@ -263,9 +267,11 @@ def rename(graph: Graph) -> Graph:
         for result in op.results:
             suffix = result.name.rsplit("_", 1)[-1] if len(op.results) > 1 else ""
             name = _free_name("_".join(filter(None, (packet(op).strip("_"), suffix))), taken, used)
-            names[result.name] = name
-            results.append(replace(result, name=name))
-        ops.append(replace(op, results=tuple(results)))
+            if name != result.name:
+                names[result.name] = name
+                result = Value(name, result.shape, result.dtype, result.requires_grad)
+            results.append(result)
+        ops.append(Op(op.target, op.args, op.kwargs, tuple(results), op.module, op.level))
     return _renamed_outputs(replace(graph, ops=tuple(ops)), names)
 
 
