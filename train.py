@@ -9,8 +9,8 @@ goes on behind the last sequence that was seen.
 
     learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
                     cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
-    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds, loss_scale (1 but in
-                    fp16) and skipped, for a step that overflowed: its loss and norm are null where they are not finite. Under
+    metrics         one JSON object per step: step, loss, grad_norm (before clipping), lr, tokens_per_s, seconds; in fp16 also loss_scale
+                    (left out when it is 1) and skipped, for a step that overflowed: what is not finite in it is null. Under
                     pipedream-2bw a step is reported after the next one, so that nobody waits for its loss
 """
 
@@ -82,6 +82,12 @@ class StepRecord:
     seconds: float
     loss_scale: float = 1.0
     skipped: bool = False
+
+    def fields(self) -> dict[str, object]:
+        """As the metrics file has it."""
+        found = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(self).items()}
+        scaled = self.skipped or self.loss_scale != 1.0
+        return {key: value for key, value in found.items() if scaled or key not in ("loss_scale", "skipped")}
 
     def __str__(self) -> str:
         if self.skipped:
@@ -266,8 +272,7 @@ def reporting(
 
         def report(record: StepRecord) -> None:
             if lines is not None:
-                written = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(record).items()}
-                lines.write(json.dumps(written) + "\n")
+                lines.write(json.dumps(record.fields()) + "\n")
                 lines.flush()
             progress.update(task, completed=record.step + 1, description=str(record))
             last = record.step + 1 == steps
