@@ -54,7 +54,7 @@ def test_a_synthesised_plan_compiles_to_itself_and_bad_actions_are_shown(
 def test_options_that_do_not_go_together(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = (
         (("--schedule", "1f1b", "--chunks", "2"), "error: chunks: found 2, 1f1b has 1\n"),
-        (("--schedule", "pipedream-2bw"), "error: --schedule: pipedream-2bw is not in this version"),
+        (("--schedule", "pipedream-2bw", "--zero", "1"), "error: --zero: found 1, pipedream-2bw keeps two whole versions of the weights"),
         (("--schedule", "interleaved", "--chunks", "4"), "error: mesh: pp=2 with 4 chunks asks for as many stages"),
     )
     for options, message in cases:

@@ -13,6 +13,7 @@ CASES = [
     ("llama", "dp=4", 4, {"tie_word_embeddings": True}, {}, (1, 2, 3)),
     ("llama", "pp=2,dp=2", 8, {}, {}, (2, 3)),
     ("llama", "pp=2,dp=2", 4, {}, {"schedule": "zb-h1"}, (3,)),
+    ("llama", "pp=2,dp=2", 8, {"tie_word_embeddings": True}, {"schedule": "pipedream-2bw"}, (0,)),
     ("mixtral", "dp=4,ep=2", 8, {}, {}, (3,)),
 ]
 WHAT = ("parameters", "gradients", "optimizer")
