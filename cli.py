@@ -30,6 +30,7 @@ from meshwright.plans.programs import program_name, stage_parameters
 from meshwright.plans.reading import EXPECTED, read_declaration
 from meshwright.plans.save import PLAN_FILE, check_free, load_checked, load_plan, load_program, load_programs, load_signature
 from meshwright.plans.show import WIDTH, plain, show_layer, show_plan, show_rank
+from meshwright.plans.show_memory import show_memory
 from meshwright.plans.yaml_io import load
 from meshwright.runtime.schedules import plan_order
 from meshwright.runtime.soundness import UnsoundError
@@ -224,6 +225,7 @@ def show_command(
     ] = None,
     rank: Annotated[str | None, typer.Option(metavar="R", help="what rank R holds and whom it talks to")] = None,
     programs: Annotated[bool, typer.Option("--programs", help="print the emitted programs")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="bytes by stage, kind of tensor and layer, and what is recomputed")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -238,6 +240,8 @@ def show_command(
     if rank is not None:
         signature = load_checked(plan_dir)[1]
         parts.append(show_rank(document, _rank(rank, document), signature, _stage_parameters(plan_dir, document)))
+    if memory:
+        parts.append(show_memory(document, load_checked(plan_dir)[1]))
     if not parts and not programs:
         parts.append(show_plan(document, _schedule(document)))
     for part in parts:

@@ -34,7 +34,7 @@ from meshwright.compiler.decisions import (
 )
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.experts import EP, Region, find_regions
-from meshwright.compiler.footprint import Measurer
+from meshwright.compiler.footprint import Measurer, constant_bytes
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
@@ -47,7 +47,7 @@ from meshwright.passes.choose_regions import Regions
 from meshwright.passes.choose_schedule import AUTO, DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
-from meshwright.passes.segment_costs import Pricing, collective_seconds, recomputed_of, segment_costs, segment_parameters
+from meshwright.passes.segment_costs import Pricing, collective_seconds, kept_of_segments, recomputed_of, segment_costs, segment_parameters
 from meshwright.passes.state_memory import with_state_memory
 from meshwright.plans.document import Declaration, PlanDocument, validate
 from meshwright.plans.errors import InputError, OverLimitError
@@ -182,7 +182,16 @@ def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> Compi
     tell("emitting programs")
     programs = emit(kinds, document)
     check_pipeline(document, programs)
-    return CompiledPlan(document, programs, model_files(captured))
+    return CompiledPlan(with_buffers(document, programs, captured), programs, model_files(captured))
+
+
+def with_buffers(document: PlanDocument, programs: Mapping[str, str], captured: Captured) -> PlanDocument:
+    """The plan with the bytes of the constants that its programs keep."""
+    stages = []
+    for number, stage in enumerate(document.stages):
+        size = constant_bytes(programs[program_name(number)], number, captured.buffers, document.mesh)
+        stages.append(stage.model_copy(update={"memory": stage.memory.model_copy(update={"buffers": size})}))
+    return document.model_copy(update={"stages": tuple(stages)})
 
 
 def with_casts(captured: Captured, declaration: Declaration) -> tuple[Graph, Mapping[str, str]]:
@@ -403,7 +412,11 @@ def write_document(
         "recomputed": recomputed_of(pricing, choice.stages.stages),
         "pinned": [*stage_pins(choice.stages, pricing, setting), *pin_names(kinds, chosen.pins)],
         "notes": [*captured.graph.notes, *chosen.notes],
-        "predicted": {**predicted(choice.stages, setting), "collectives": {n: t * setting.micro_batches for n, t in collectives.items()}},
+        "predicted": {
+            **predicted(choice.stages, setting),
+            "collectives": {n: t * setting.micro_batches for n, t in collectives.items()},
+            "activations": compress_mapping(kept_of_segments(pricing, choice.stages.stages)),
+        },
     })
     validate(document, signature)
     reads = {s.name: [path for path, _ in segment_parameters(pricing, s)] for s in kinds.graph.segments}

@@ -38,10 +38,11 @@ from meshwright.passes.search import (
     search,
 )
 from meshwright.passes.segment_costs import Pricing, collective_seconds, segment_costs
-from meshwright.passes.simulate import ASYNCHRONOUS, default_chunks
+from meshwright.passes.simulate import default_chunks
 from meshwright.plans.available import AVAILABLE
 from meshwright.plans.document import Declaration
 from meshwright.plans.errors import InputError
+from meshwright.runtime.orders import ASYNCHRONOUS
 
 LARGEST_MICRO_BATCH = 8
 SEQUENCES_PER_DEVICE = 4

@@ -8,7 +8,7 @@ model inputs. The moment's need is counted by runtime.live_bytes.
     Footprint     of one segment: `own_bytes` that only it keeps, `shared` storages that other segments may keep too (a layer's result is
                   the next one's operand; all decoder layers keep the encoder's), by a name that is the same in every run, and
                   `transient_bytes`: the most that is there beside what is kept, in its forward or its backward
-    measure       footprints of all segments, for a recomputation per kind
+    Measurer      footprints of all segments, for a recomputation per kind
 
 Attention kernels are those of the CPU; what they keep, others keep too: operands, result, and a number per row of scores.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from meshwright.compiler.assignment import Assignment
@@ -39,6 +40,8 @@ from meshwright.runtime.main_gradients import Deferral, Work, defer_to
 from meshwright.runtime.program import load_program
 
 Function = Callable[..., Any]
+NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""Backwards that read data, as a model's own may, end there: what they need for the moment is counted up to that."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +178,9 @@ class Trial(Context):
             forward = live.peak
             del returned, outputs
             live.reset_peak()
-            if roots:
-                torch.autograd.backward(roots, gradients)
+            with suppress(*NEED_DATA):
+                if roots:
+                    torch.autograd.backward(roots, gradients)
             most = max(forward, live.peak)
         return Record(
             found,
@@ -243,6 +247,15 @@ def run_trial(rt: Trial, assignment: Assignment, mesh: Mesh, by_kind: Mapping[st
         fixed = [*weights.values(), *inputs.values(), *buffers.values(), *constants.values()]
         rt.permanent = {storage_id(x) for x in fixed}
         program.forward(rt, Weights(weights), constants, inputs, (), denominators)
+
+
+def constant_bytes(text: str, stage: int, buffers: Mapping[str, Tensor], mesh: Mesh) -> int:
+    """Of the folded constants of a stage's program, which the rank keeps."""
+    program = load_program(text, stage, Path("<footprint>"))
+    with FakeTensorMode(), torch.no_grad():
+        given = {name: torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in program.buffers}
+        made = program.constants(Context(dry_axes(mesh, 0), "cpu"), given)
+        return sum({storage_id(x): x.untyped_storage().nbytes() for x in made.values()}.values())
 
 
 def settled(found: Mapping[str, Footprint]) -> dict[str, Footprint]:

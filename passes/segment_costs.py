@@ -128,6 +128,13 @@ def recomputed_of(pricing: Pricing, stages: Sequence[StageCost]) -> list[dict[st
     ]
 
 
+def kept_of_segments(pricing: Pricing, stages: Sequence[StageCost]) -> dict[str, int]:
+    """Bytes that autograd keeps for each segment and micro-batch."""
+    costs = {s.name: s for s in segment_costs(pricing)}
+    taken = {name: costs[name].ways[number] for stage in stages for name, number in zip(stage.segments, stage.taken, strict=True)}
+    return {name: way.own_bytes + sum(way.shared.values()) for name, way in taken.items()}
+
+
 def segment_parameters(pricing: Pricing, segment: Segment) -> tuple[tuple[str, str], ...]:
     """(path, graph name) of every parameter a segment reads."""
     graph = pricing.assignment.kinds.graph

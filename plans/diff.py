@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from meshwright.plans.document import PlanDocument
 from meshwright.plans.layout import Layout
-from meshwright.plans.patterns import compress
+from meshwright.plans.patterns import compress, expand_all
+from meshwright.plans.show_memory import regions_text
 from meshwright.plans.units import format_bytes, format_seconds
 
 KEYS = (
@@ -55,6 +56,7 @@ def diff(old: PlanDocument, new: PlanDocument) -> tuple[Difference, ...]:
         *_by_name("stages", _stages(old), _stages(new)),
         *_by_name("parameters", _parameters(old), _parameters(new)),
         *_results(old, new),
+        *_by_name("recomputed", _recomputed(old), _recomputed(new)),
         *_notes(old, new),
         *_predicted(old, new),
     )
@@ -93,6 +95,11 @@ def _stages(document: PlanDocument) -> Mapping[str, str]:
 
 def _parameters(document: PlanDocument) -> Mapping[str, str]:
     return {name: str(layout) for name, layout in document.parameter_layouts.items()}
+
+
+def _recomputed(document: PlanDocument) -> Mapping[str, str]:
+    """What of each segment runs again."""
+    return {name: regions_text(entry.regions) for entry in document.recomputed for name in expand_all(entry.segments)}
 
 
 def _results(old: PlanDocument, new: PlanDocument) -> Iterable[Difference]:

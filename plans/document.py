@@ -239,12 +239,14 @@ class Recomputed(RecomputedDeclaration):
 
 
 class Predicted(Frozen):
-    """Predicted cost of a step. `bubble`: idle share of all ranks' time. `collectives`: seconds by collective."""
+    """Predicted cost of a step. `bubble`: idle share of all ranks' time. `collectives`: seconds by collective. `activations`: bytes that
+    autograd keeps of one micro-batch, by segment."""
 
     step_s: Seconds
     tokens_per_s: Seconds
     bubble: Seconds
     collectives: Mapping[str, Seconds] = {}
+    activations: Mapping[str, Amount] = {}
 
 
 class Declaration(Frozen):

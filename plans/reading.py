@@ -72,11 +72,12 @@ EXPECTED: Mapping[str, str] = {
     "recomputed.costs_s": "predicted seconds of one segment and micro-batch, 0 or more",
     "pinned": "names of decisions that were given: stages, parameters.NAME or kinds.KIND.layouts.MODULE",
     "notes": "a list of sentences",
-    "predicted": "step_s, tokens_per_s, bubble and collectives",
+    "predicted": "step_s, tokens_per_s, bubble, collectives and activations",
     "predicted.step_s": "seconds, 0 or more",
     "predicted.tokens_per_s": "a number of 0 or more",
     "predicted.bubble": "a share of time, 0 or more",
     "predicted.collectives": "seconds by collective",
+    "predicted.activations": "bytes by segment",
     "decisions": "the digest that compile wrote",
     "programs": "digests by file name, as compile wrote them",
 }

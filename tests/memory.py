@@ -30,6 +30,8 @@ DROPOUT = {
     "mixtral": {"attention_dropout": 0.1},
 }
 WAYS = ("none", "selective", "full")
+Ran = tuple[dict[str, int], dict[str, int], float, dict[str, torch.Tensor]]
+"""Bytes predicted and measured, loss and gradients."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def compile_ways(case: Case, folder: Path, ways: Sequence[str] = WAYS) -> list[t
     return found
 
 
-def run_plans(cases: Sequence[Sequence[tuple[str, str]]]) -> list[list[tuple[dict[str, int], dict[str, int], float, dict[str, torch.Tensor]]]]:
+def run_plans(cases: Sequence[Sequence[tuple[str, str]]]) -> list[list[Ran]]:
     """On one rank, of each case and way: predicted and measured bytes, loss and gradients."""
     results = []
     for ways in cases:
@@ -97,7 +99,7 @@ def measure(cases: Sequence[Case], ranks: int, ways: Sequence[str] = WAYS) -> li
     """All cases, which have `ranks` ranks, in one process group."""
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         plans = [compile_ways(case, Path(folder), ways) for case in cases]
-        by_rank = run_ranks(ranks, run_plans, plans, timeout=600)
+        by_rank = run_ranks(ranks, run_plans, plans, timeout=1800)
     return [
         [
             Measured(way, rank, *by_rank[rank][c][w][:2], equal(by_rank[rank][c][0], by_rank[rank][c][w]))
@@ -108,7 +110,7 @@ def measure(cases: Sequence[Case], ranks: int, ways: Sequence[str] = WAYS) -> li
     ]
 
 
-def equal(first: tuple[object, object, float, dict[str, torch.Tensor]], other: tuple[object, object, float, dict[str, torch.Tensor]]) -> bool:
+def equal(first: Ran, other: Ran) -> bool:
     """Bitwise the same loss and gradients."""
     return first[2] == other[2] and all(torch.equal(g, other[3][name]) for name, g in first[3].items())
 
@@ -119,7 +121,7 @@ def grid() -> dict[int, list[Case]]:
     models = ("llama", "gpt2", "mixtral", "t5")
     return {
         1: [Case(m, "tp=1") for m in models],
-        2: [Case(m, "tp=2", s) for m in models for s in sequence] + [Case("gpt2", "tp=1,pp=2", {"schedule": "zb-h1", "attention": "eager"})],
+        2: [*(Case(m, "tp=2", s) for m in models for s in sequence), Case("gpt2", "pp=2", {"schedule": "zb-h1", "attention": "eager"})],
         4: [Case("llama", "pp=2,dp=2", {"zero": 3}), Case("mixtral", "dp=2,ep=2,tp=2"), Case("t5", "pp=2,tp=2")],
     }
 
@@ -131,13 +133,15 @@ def main(ranks: Sequence[int]) -> None:
         for case in cases:
             for found in measure([case], count)[0]:
                 if found.rank % max(1, count // 2) == 0:
-                    memory = found.peak
-                    print(
-                        f"{str(case):48} {found.way:10} rank {found.rank}  saved {format_bytes(found.predicted['activations']):>10} predicted "
-                        f"{format_bytes(memory['activations']):>10} measured {'exact' if found.exact else 'DIFFERS'}  "
-                        f"peak {found.peak_ratio:.3f}  {'bitwise' if found.same else 'DIFFERENT'}",
-                        flush=True,
-                    )
+                    print(line(case, found), flush=True)
+
+
+def line(case: Case, found: Measured) -> str:
+    """A result in words."""
+    told, seen = (format_bytes(m["activations"]) for m in (found.predicted, found.peak))
+    saved = f"saved {told:>9} predicted {seen:>9} measured {'exact' if found.exact else 'DIFFERS'}"
+    same = "bitwise" if found.same else "DIFFERENT"
+    return f"{case!s:36} {found.way:9} rank {found.rank}  {saved}  peak {found.peak_ratio:.3f}  {same}"
 
 
 if __name__ == "__main__":
