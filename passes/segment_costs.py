@@ -25,6 +25,7 @@ from meshwright.compiler.recomputation import NOTHING, Recomputation, write_regi
 from meshwright.passes.choose_regions import Regions
 from meshwright.passes.choose_stages import SegmentCost, StageCost
 from meshwright.passes.recompute_options import again_s, footprints, option, recomputations
+from meshwright.passes.segment_graph import crossing, segment_graph, topological
 from meshwright.passes.solver_recompute import Option
 from meshwright.passes.step_end import FP32_BYTES
 from meshwright.plans.layout import I, R, Type, conversion
@@ -258,15 +259,5 @@ def what_is_saved(op: Op, operands: Typed, results: Typed) -> Typed:
 
 def boundary_bytes(pricing: Pricing) -> tuple[int, ...]:
     """For each segment, bytes of all values made up to it that later segments read."""
-    kinds = pricing.assignment.kinds
-    graph = kinds.graph
-    number = {s.name: i for i, s in enumerate(graph.segments)}
-    totals = [0] * len(graph.segments)
-    for i, segment in enumerate(graph.segments):
-        for value in kinds.result_values(segment):
-            readers = [
-                number[kinds.segment_of_op[j].name] for j in graph.consumers.get(value.name, ()) if j in kinds.segment_of_op
-            ]
-            for k in range(i, max(readers, default=i)):
-                totals[k] += pricing.local_bytes(value.name)
-    return tuple(totals)
+    graph = segment_graph(pricing.assignment.kinds)
+    return tuple(sum(map(pricing.local_bytes, values)) for values in crossing(graph, topological(graph)))
