@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -216,3 +217,14 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_more_stages_than_segments_is_an_input_error() -> None:
     with pytest.raises(InputError, match="pp=9 asks for as many stages, the model has 8 segments"):
         choose(9)
+
+
+def test_ranks_that_wait_lend_their_share_of_a_core() -> None:
+    """Two stages on two cores, or on one: twice as slow by themselves, and the second waits while the first works."""
+    segments = [SegmentCost(f"s{i}", 1.0, 2.0, {}, 0, 0) for i in range(2)]
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e12)
+    alone = choose_stages(segments, Mesh(pp=2), schedule="1f1b", micro_batches=4, link=link)
+    slowed = [replace(s, forward_s=2.0, backward_s=4.0) for s in segments]
+    shared = choose_stages(slowed, Mesh(pp=2), schedule="1f1b", micro_batches=4, link=replace(link, ranks_per_core=2.0))
+    assert alone.step_s == pytest.approx(15.0) and shared.bubble == pytest.approx(0.2)
+    assert shared.step_s == pytest.approx(24.0), "the work of both ranks, one after the other"
