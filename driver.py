@@ -35,6 +35,7 @@ from meshwright.compiler.decisions import (
 from meshwright.compiler.emission.stage import Staging, emit_stage
 from meshwright.compiler.experts import EP, Region, find_regions
 from meshwright.compiler.footprint import Measurer, constant_bytes
+from meshwright.compiler.garbage import rare_collections
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.compiler.independence import unproved_ops
@@ -172,6 +173,7 @@ def with_weights(compiled: CompiledPlan, captured: Captured, model: str | torch.
     return replace(compiled, weights={path: named[path] for path in (*signature.parameters, *signature.unused)})
 
 
+@rare_collections()
 def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> CompiledPlan:
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
     graph, precision_ops = with_casts(captured, setting.declaration)

@@ -24,6 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from ortools.sat.python import cp_model
@@ -190,10 +191,14 @@ class Sweep:
             ahead = sum(1 << j for j in bits(reached[stage]) if self.span(stage + 1, j) & ahead)
             self.ends[stage] = ahead
 
+    def last(self, stage: int, start: int) -> int:
+        """The largest end that a stage may have when it starts at an item (no larger than the item when it may have none)."""
+        ticks = self.chain.ticks
+        return min(self.room[stage][start], bisect_right(ticks, ticks[start] + self.longest) - 1)
+
     def span(self, stage: int, start: int) -> int:
         """Ends that a stage may have when it starts at an item."""
-        ticks = self.chain.ticks
-        stop = min(self.room[stage][start], bisect_right(ticks, ticks[start] + self.longest) - 1)
+        stop = self.last(stage, start)
         return (1 << stop + 1) - (1 << start + 1) if stop > start else 0
 
     def ends_after(self, stage: int, starts: int) -> int:
@@ -253,8 +258,7 @@ def solve_partition(chain: Chain) -> Cuts:
         raise least_memory(chain)
     shortest = least(0, total, lambda longest: Sweep(chain, room, longest).feasible)
     hint = settle_longest(chain, room, shortest)
-    freest = chain.transfers(cheapest_cuts(Sweep(chain, room, total)))
-    most = (chain.cost(hint) - total - freest) // chain.repeats
+    most = (chain.cost(hint) - total - least_transfers(Sweep(chain, room, total))) // chain.repeats
     best = optimal_cuts(chain, tuple(Sweep(chain, room, most).arcs()), (shortest, most), hint)
     return cheapest_cuts(Sweep(chain, room, chain.longest(best)))
 
@@ -269,8 +273,8 @@ def settle_longest(chain: Chain, room: Ends, shortest: int) -> Cuts:
         return cheapest_cuts(Sweep(chain, room, longest))
 
     total = chain.ticks[-1]
-    best, freest = cheapest(shortest), cheapest(total)
-    ranges = [(shortest + 1, total, chain.transfers(freest))]
+    best = cheapest(shortest)
+    ranges = [(shortest + 1, total, least_transfers(Sweep(chain, room, total)))]
     while ranges:
         low, high, transfers = ranges.pop()
         if low > high or chain.repeats * low + total + transfers >= chain.cost(best):
@@ -281,6 +285,27 @@ def settle_longest(chain: Chain, room: Ends, shortest: int) -> Cuts:
         ranges.append((middle + 1, high, transfers))
         ranges.append((low, chain.longest(cuts) - 1, chain.transfers(cuts)))
     return best
+
+
+def least_transfers(sweep: Sweep) -> int:
+    """What the cheapest cuts of a sweep cost by themselves: n log n for each stage, where cheapest_cuts looks at every arc."""
+    chain = sweep.chain
+    costs = {0: 0}
+    for stage in range(chain.stages):
+        found: dict[int, int] = {}
+        open_: list[tuple[int, int]] = []
+        starts = iter(sorted(costs))
+        start = next(starts, None)
+        for stop in bits(sweep.ends[stage]):
+            while start is not None and start < stop:
+                heappush(open_, (costs[start], sweep.last(stage, start)))
+                start = next(starts, None)
+            while open_ and open_[0][1] < stop:
+                heappop(open_)
+            if open_:
+                found[stop] = open_[0][0] + chain.cut_ticks[stop]
+        costs = found
+    return costs[len(chain.items)]
 
 
 def cheapest_cuts(sweep: Sweep) -> Cuts:

@@ -7,9 +7,8 @@ over the raw graph; the graph is checked after each.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,6 +45,7 @@ from meshwright.compiler.capture.source import (
     task_of_class,
 )
 from meshwright.compiler.capture.trace import Traced, dtype_name, trace
+from meshwright.compiler.garbage import rare_collections
 from meshwright.compiler.graph import Graph
 from meshwright.plans.errors import InputError
 
@@ -58,8 +58,6 @@ __all__ = [
     "find_source",
     "load_config",
 ]
-
-COLLECT_RARELY = 50
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def capture(
     A model that transformers builds is built in `dtype`, so that its own casts are in the graph; modules and factories keep their
     dtype, and so does a model that does not export in a 16-bit one. The signature says float32 in any case.
     """
-    with quiet(), _rare_collections():
+    with quiet(), rare_collections():
         if isinstance(model, nn.Module):
             source, built = _given_module(model, task, attention)
             traced, graph = _captured(built, example, source, micro_batch, seq)
@@ -104,18 +102,6 @@ def capture(
             built, traced, graph = _captured_in(dtype, source, config, example, micro_batch, seq)
     buffers = {path: traced.buffers[path].detach().clone().contiguous() for _, path in graph.buffers}
     return Captured(graph, buffers, source, _config_json(built), _signature(graph, built, dtype))
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """While active, garbage is collected COLLECT_RARELY times as rarely: a graph is many small objects that live on, and each collection
-    walks those of all libraries too."""
-    before = gc.get_threshold()
-    gc.set_threshold(COLLECT_RARELY * before[0], *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _captured_in(
