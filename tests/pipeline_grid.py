@@ -45,6 +45,7 @@ SYNTHESISED, ORDERED = "synthesised", 7
 """An order of its own is made for 7 micro-batches; for others zb-h1 or zb-v stands in."""
 STEPS, STEP_MICRO_BATCHES = 4, 4
 SEQ = 16
+PATIENCE_S = 1800.0
 GATES = {"loss": 2e-6, "gradients": 1e-5, "norm": 5e-6, "steps": 2e-5}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
 SMALL_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2}
@@ -144,7 +145,7 @@ def run(jobs: list[Job], micro_batches: Sequence[int]) -> list[Found]:
 
 
 def run_job(job: Job, micro_batches: Sequence[int]) -> Found:
-    engine = Engine(job.directory, OPTIMIZER)
+    engine = Engine(job.directory, OPTIMIZER, timeout_s=PATIENCE_S)
     mesh, seq = engine.plan.mesh, engine.plan.seq
     truths: dict[int, Truth] = torch.load(job.truths, weights_only=False)
     coordinate = mesh.coordinates(engine.rank)["pp"]
