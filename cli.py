@@ -14,14 +14,21 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Protocol, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
 from typer.exceptions import TyperException
 
+from meshwright.late import (
+    load_driver,
+    load_dry_runs,
+    load_explain,
+    load_export,
+    load_profiling,
+    load_search,
+)
 from meshwright.plans.diff import diff as compare
 from meshwright.plans.diff import diff_lines
 from meshwright.plans.document import Declaration, PlanDocument
@@ -52,72 +59,6 @@ app = typer.Typer(
 
 class CheckFailedError(Exception):
     """A check that ran and failed."""
-
-
-class Compiled(Protocol):
-    """What the driver makes of a model."""
-
-    @property
-    def document(self) -> PlanDocument: ...
-    @property
-    def search(self) -> Sequence[str]: ...
-    def save(self, directory: Path) -> object: ...
-    def summary(self) -> str: ...
-
-
-class Report(Protocol):
-    """What a dry run found."""
-
-    def lines(self) -> Sequence[str]: ...
-
-
-class Reasons(Protocol):
-    """Why a decision is as it is."""
-
-    def lines(self) -> Sequence[str]: ...
-    def facts(self) -> Mapping[str, object]: ...
-
-
-class Explain(Protocol):
-    """The part of meshwright.explain that commands call."""
-
-    def explain_plan(self, plan_dir: Path, name: str, progress: Callable[[str], None]) -> Reasons: ...
-
-
-class Profiling(Protocol):
-    """The part of meshwright.profiling that commands call."""
-
-    def profile(self, output: Path, ranks: int, progress: Callable[[str], None]) -> Mapping[str, object]: ...
-
-
-class Driver(Protocol):
-    """The part of meshwright.driver that commands call."""
-
-    def compile_plan(self, model: str, *, declaration: Declaration, progress: Callable[[str], None]) -> Compiled: ...
-    def dry_run_rank(self, plan_dir: Path, rank: int) -> Sequence[Report]: ...
-
-    def check_pipeline(self, document: PlanDocument, programs: Mapping[str, str]) -> object: ...
-
-
-def load_driver() -> Driver:
-    """The driver, with torch, transformers and the solver: seconds that `show` and `--help` need not wait for."""
-    return cast(Driver, import_module("meshwright.driver"))
-
-
-def load_search() -> Driver:
-    """The search of --devices, which makes a plan as the driver does."""
-    return cast(Driver, import_module("meshwright.searching"))
-
-
-class Exporter(Protocol):
-    """What meshwright.export has."""
-
-    def export(self, checkpoint: Path, target: Path) -> int: ...
-
-
-def load_export() -> Exporter:
-    """The export, with torch."""
-    return cast(Exporter, import_module("meshwright.export"))
 
 
 PlanDir = Annotated[Path, typer.Argument(metavar="PLAN_DIR", help="the directory that compile wrote")]
@@ -262,7 +203,7 @@ def explain_command(
     load_checked(plan_dir)
     with _progress() as progress:
         progress("loading torch")
-        found = cast(Explain, import_module("meshwright.explain")).explain_plan(plan_dir, name, progress)
+        found = load_explain().explain_plan(plan_dir, name, progress)
     print(json.dumps({"plan": str(plan_dir), **found.facts()}) if as_json else "\n".join(found.lines()))
 
 
@@ -276,7 +217,7 @@ def profile_command(
     """Measure this machine: matmuls, memory, overhead of an op, collectives; writes a file for --hardware."""
     with _progress() as progress:
         progress("loading torch")
-        data = cast(Profiling, import_module("meshwright.profiling")).profile(output, ranks, progress)
+        data = load_profiling().profile(output, ranks, progress)
     if data:
         print(json.dumps(data) if as_json else f"written to {output}")
 
@@ -356,7 +297,7 @@ def _rank(text: str, document: PlanDocument) -> int:
 def _dry_run(plan_dir: Path, rank: int) -> tuple[str, ...]:
     """What a dry run found; one that fails is a failed check, not bad input."""
     try:
-        return tuple(line for report in load_driver().dry_run_rank(plan_dir, rank) for line in report.lines())
+        return tuple(line for report in load_dry_runs().dry_run_rank(plan_dir, rank) for line in report.lines())
     except InputError as error:
         raise CheckFailedError(str(error)) from error
 

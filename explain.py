@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 
+from meshwright.choosing import choose, layout_problem, pipeline, priced, with_casts
 from meshwright.compiler.assignment import Assignment, OpClass, assign
 from meshwright.compiler.capture import capture
 from meshwright.compiler.costs import conversion_s
@@ -26,7 +27,6 @@ from meshwright.compiler.graph import Parameter, Segment
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.labels import label_values
 from meshwright.compiler.precision import DTYPES
-from meshwright.driver import Setting, choose, layout_problem, pipeline, priced, settle, with_casts
 from meshwright.passes.choose_layouts import LayoutPins, choose_layouts, parameter_class, storage_types
 from meshwright.passes.choose_stages import SegmentCost, StageChoice
 from meshwright.passes.explain import (
@@ -49,6 +49,7 @@ from meshwright.plans.reading import read_declaration
 from meshwright.plans.save import PLAN_FILE, load_checked
 from meshwright.plans.units import format_bytes, format_seconds
 from meshwright.plans.yaml_io import load
+from meshwright.setting import Setting, settle
 
 Progress = Callable[[str], None]
 Cuts = tuple[tuple[str, ...], ...]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright import driver
+from meshwright import choosing, driver
 from meshwright.compiler.capture import Captured, capture
 from meshwright.compiler.experts import find_regions
 from meshwright.compiler.footprint import Measurer
 from meshwright.compiler.hardware import load_hardware
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.precision import DTYPES
-from meshwright.driver import DEFAULT_HARDWARE, DEFAULT_SEQ, CompiledPlan, Setting, settle
+from meshwright.driver import CompiledPlan
 from meshwright.passes.choose_regions import Regions
 from meshwright.passes.choose_stages import SegmentCost
 from meshwright.passes.search import (
@@ -43,6 +43,7 @@ from meshwright.plans.available import AVAILABLE
 from meshwright.plans.document import Declaration
 from meshwright.plans.errors import InputError
 from meshwright.runtime.orders import ASYNCHRONOUS
+from meshwright.setting import DEFAULT_HARDWARE, DEFAULT_SEQ, Setting, settle
 
 LARGEST_MICRO_BATCH = 8
 SEQUENCES_PER_DEVICE = 4
@@ -77,7 +78,7 @@ class Pricer:
                 attention=self.declaration.attention or "sdpa",
                 dtype=DTYPES[self.declaration.precision or "fp32"],
             )
-            graph, _ = driver.with_casts(found, self.declaration)
+            graph, _ = choosing.with_casts(found, self.declaration)
             self.captures[micro_batch] = found, Kinds(graph)
         return self.captures[micro_batch]
 
@@ -104,7 +105,7 @@ class Pricer:
             setting = self.setting(way)
             known = next((p for k, (p, _) in self.priced.items() if k[:3] == key[:3]), None)
             self.tell(f"choosing layouts for tp={way.mesh.tp}")
-            assignment = known.assignment if known else driver.choose(kinds, setting).assignment
+            assignment = known.assignment if known else choosing.choose(kinds, setting).assignment
             regions = known.regions if known else Regions(Measurer(assignment, way.mesh), setting.hardware)
             pricing = Pricing(assignment, way.mesh, setting.hardware, regions, way.recompute)
             self.priced[key] = pricing, segment_costs(pricing)
@@ -118,10 +119,10 @@ class Pricer:
         setting = self.setting(way)
         pricing = replace(self.pricing(way)[0], mesh=way.mesh)
         try:
-            choice = driver.pipeline(pricing, setting)
+            choice = choosing.pipeline(pricing, setting)
         except InputError:
             free = replace(setting, declaration=setting.declaration.model_copy(update={"memory_limit": None}))
-            needs = driver.pipeline(pricing, free)
+            needs = choosing.pipeline(pricing, free)
             fullest = max(s.memory.total for s in needs.stages.stages) * needs.chunks
             return TooLarge(way, max(fullest, needs.fullest_bytes))
         stages = choice.stages

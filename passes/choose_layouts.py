@@ -6,7 +6,7 @@ The problem (solved by passes.solver_layout)
     objective    modelled seconds of one micro-batch over the whole model: compute of each op under its strategy, forward and backward, and
                  the conversions between types, each value's conversion paid once per consuming segment; times the number of
                  members. passes.layout_problem has the costs
-    constraint   memory: where a limit binds, every byte that a rank keeps has a price, raised until the stages fit (driver.fit_layouts)
+    constraint   memory: where a limit binds, every byte that a rank keeps has a price, raised until the stages fit (choosing.fit_layouts)
     parameters   R storage adds one gradient all-reduce per step, shared by the micro-batches. On the tensor axis memory comes first: a
                  parameter that matters (its matrices have at least MATTERS of the elements of the largest ones in its kind of segment)
                  pays PRICE_S_PER_BYTE for every byte that is left whole

@@ -1,7 +1,7 @@
 """The global batch: what a step may be given, and which rows are whose.
 
-Every rank has the whole batch, (G, ...) per input, or its own rows of it; an input that was compiled with k B entries for a micro-batch of B
-rows has k G. Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its micro-batch i is B of them from i B. G is a multiple of dp B.
+Every rank has the whole batch, (G, ...) per input, or its own rows of it; an input that was compiled with k B entries for a micro-batch
+of B rows has k G. Data-parallel rank d takes rows [d G/dp, (d+1) G/dp); its micro-batch i is B of them from i B. G is a multiple of dp B.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class FakeReport:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(cli, "load_driver", lambda: fake)
+    monkeypatch.setattr(cli, "load_dry_runs", lambda: fake)
     return fake
 
 

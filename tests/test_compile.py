@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from meshwright.driver import dry_run_rank
+from meshwright.dry import dry_run_rank
 from meshwright.plan import Plan, compile
 from meshwright.plans.errors import InputError
 from meshwright.plans.reading import read_declaration

@@ -9,7 +9,8 @@ import torch
 import yaml
 from torch import nn
 
-from meshwright.driver import compile_plan, dry_run_rank
+from meshwright.driver import compile_plan
+from meshwright.dry import dry_run_rank
 from meshwright.plan import compile
 from meshwright.plans.document import Declaration
 from meshwright.plans.errors import InputError

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import transformers
 
+from meshwright.choosing import choose
 from meshwright.compiler.capture import capture
 from meshwright.compiler.footprint import Measurer
 from meshwright.compiler.hardware import load_hardware
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.recomputation import NOTHING, op_texts
-from meshwright.driver import choose, settle
 from meshwright.passes.choose_regions import Regions
 from meshwright.plan import compile
 from meshwright.plans.document import Declaration
 from meshwright.plans.errors import InputError
 from meshwright.plans.yaml_io import dump, parse
+from meshwright.setting import settle
 from meshwright.tests.memory import Case, measure
 from meshwright.tests.parity import build
 
@@ -38,14 +39,14 @@ def test_predicted_bytes_are_measured_and_recomputation_changes_no_bit() -> None
             assert r.same, (str(case), r.way, r.rank)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 8])
 def test_the_published_case_of_selective_recomputation(tmp_path: Path, tp: int) -> None:
-    """Korthikanti et al. (arXiv 2205.05198): a layer keeps s b h (34 + 5 a s / h) / t bytes, selective recomputation s b h 34 / t.
+    """Korthikanti et al. (arXiv 2205.05198), their 175-billion model: a layer keeps s b h (34 + 5 a s / h) / t bytes, selective recomputation s b h 34 / t.
 
     Theirs is in 16 bits; here in elements of 4 bytes, so that a tensor of theirs is twice as large. Dropout masks (1 byte an element:
     2 s b h, and a s^2 b in the core) are not kept here, since a seed makes them again. Two rows of norms are kept in addition.
     """
-    seq, hidden, heads = 256, 128, 8
+    seq, hidden, heads = 2048, 12288, 96
     config = transformers.GPT2Config(
         n_embd=hidden, n_head=heads, n_layer=2, n_positions=seq, vocab_size=256, activation_function="gelu", use_cache=False,
         bos_token_id=0, eos_token_id=0,
@@ -69,7 +70,7 @@ def test_the_published_case_of_selective_recomputation(tmp_path: Path, tp: int) 
 
 def test_a_plan_repeats_what_it_recomputes_and_edits_are_applied_or_refused() -> None:
     directory = build("llama", layers=2).directory
-    plan = compile(directory, seq=32, micro_batch=2, recompute="selective")
+    plan = compile(directory, seq=32, micro_batch=2, recompute="selective", hardware="h100")
     assert plan.document.recomputed and "rt.recompute(" in plan.programs["stage_0.py"]
     data = parse(dump(plan.document))
     assert isinstance(data, dict)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.driver import check_pipeline, dry_run_rank
+from meshwright.driver import check_pipeline
+from meshwright.dry import dry_run_rank
 from meshwright.plans.save import load_plan, load_programs
 from meshwright.runtime.actions import show
 from meshwright.tests.parity import build

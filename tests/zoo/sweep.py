@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from meshwright.compiler.capture import Captured, capture
-from meshwright.driver import CompiledPlan, plan_captured, settle
+from meshwright.driver import CompiledPlan, plan_captured
 from meshwright.plans.errors import InputError
 from meshwright.plans.reading import read_declaration
 from meshwright.plans.signature import Signature
+from meshwright.setting import settle
 from meshwright.tests.parity import Trace
 from meshwright.tests.ranks import run_ranks
 from meshwright.tests.zoo.models import MICRO_BATCH, ROWS, Tiny, batches, chunks_of, tiny
