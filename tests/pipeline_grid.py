@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -139,15 +140,15 @@ def put(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
             parameter.copy_(value)
 
 
-def run(jobs: list[Job], micro_batches: Sequence[int]) -> list[Found]:
-    """One rank: all jobs. Rank 0 compares gradients."""
-    return [run_job(job, micro_batches) for job in jobs]
+def run(jobs: list[dict[str, Any]], micro_batches: Sequence[int]) -> list[dict[str, Any]]:
+    """One rank: all jobs. Rank 0 compares gradients. What is passed is plain, since ranks import this file under another name."""
+    return [asdict(run_job(Job(**job), micro_batches)) for job in jobs]
 
 
 def run_job(job: Job, micro_batches: Sequence[int]) -> Found:
     engine = Engine(job.directory, OPTIMIZER, timeout_s=PATIENCE_S)
     mesh, seq = engine.plan.mesh, engine.plan.seq
-    truths: dict[int, Truth] = torch.load(job.truths, weights_only=False)
+    truths = {rows: Truth(**fields) for rows, fields in torch.load(job.truths).items()}
     coordinate = mesh.coordinates(engine.rank)["pp"]
     kept: list[tuple[int, int, int]] = []
 
@@ -220,7 +221,7 @@ def run_group(
     refused, jobs = [], []
     with tempfile.TemporaryDirectory(prefix="grid-") as folder:
         truths = Path(folder) / "truths.pt"
-        torch.save({n * dp: truth(model, batches(n * dp, SEQ, 1)[0]) for n in micro_batches}, truths)
+        torch.save({n * dp: vars(truth(model, batches(n * dp, SEQ, 1)[0])) for n in micro_batches}, truths)
         data = batches(STEP_MICRO_BATCHES * dp, SEQ, STEPS)
         expected = {delayed: losses(model, data, delayed) for delayed in (False, True)}
         for schedule, plan in plans(name, mesh, schedules):
@@ -231,7 +232,8 @@ def run_group(
             jobs.append(Job(schedule, str(Path(folder) / schedule), str(truths), expected[schedule == ASYNCHRONOUS]))
         if not jobs:
             return [], refused
-        return run_ranks(Mesh.parse(mesh).world_size, run, jobs, micro_batches, timeout=3000), refused
+        ranks = run_ranks(Mesh.parse(mesh).world_size, run, list(map(asdict, jobs)), micro_batches, timeout=3000)
+    return [[Found(**fields) for fields in rank] for rank in ranks], refused
 
 
 def main() -> int:

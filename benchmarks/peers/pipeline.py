@@ -52,7 +52,7 @@ own = [rank, num_stages - 1 - rank if name in V else rank + RANKS] if several el
 model = load_model(directory)
 parts = [Part(model, index, num_stages) for index in own]
 stages = [PipelineStage(part, index, num_stages, torch.device("cpu")) for part, index in zip(parts, own, strict=True)]
-schedule = kind(stages if several else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=next_token_loss)  # type: ignore[arg-type]
+schedule = kind(stages if several else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=next_token_loss)
 parameters = [p for part in parts for p in part.parameters()]
 optimizer = adamw(parameters)
 
