@@ -16,7 +16,7 @@ Attention kernels are those of the CPU; what they keep, others keep too: operand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +106,7 @@ class Trial(Context):
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []
         self.permanent: set[int] = set()
+        self.constant_bytes = 0
         self.footprints: dict[str, Footprint] = {}
 
     def layer(self, fn: Function, weights: Weights, *args: object) -> Any:
@@ -206,10 +207,11 @@ def describe(outputs: Sequence[Tensor], places: Mapping[int, int]) -> tuple[Outp
 
 @dataclass
 class Measurer:
-    """Footprints under some layouts. What was measured is kept."""
+    """Footprints under some layouts. What was measured is kept. `constant_bytes`: of the whole model's constants, once something was."""
 
     assignment: Assignment
     mesh: Mesh
+    constant_bytes: int = 0
     known: dict[tuple[tuple[str, Recomputation], ...], Mapping[str, Footprint]] = field(default_factory=dict, compare=False)
 
     def measure(self, by_kind: Mapping[str, Recomputation]) -> Mapping[str, Footprint]:
@@ -222,6 +224,7 @@ class Measurer:
     def _measure(self, by_kind: Mapping[str, Recomputation]) -> Mapping[str, Footprint]:
         rt = Trial(self.assignment, self.mesh)
         run_trial(rt, self.assignment, self.mesh, by_kind)
+        self.constant_bytes = rt.constant_bytes
         return settled(rt.footprints)
 
 
@@ -246,6 +249,7 @@ def run_trial(rt: Trial, assignment: Assignment, mesh: Mesh, by_kind: Mapping[st
             denominators = [count.float() for count in program.counts(rt, constants, inputs)]
         fixed = [*weights.values(), *inputs.values(), *buffers.values(), *constants.values()]
         rt.permanent = {storage_id(x) for x in fixed}
+        rt.constant_bytes = storage_bytes(constants.values())
         program.forward(rt, Weights(weights), constants, inputs, (), denominators)
 
 
@@ -255,7 +259,12 @@ def constant_bytes(text: str, stage: int, buffers: Mapping[str, Tensor], mesh: M
     with FakeTensorMode(), torch.no_grad():
         given = {name: torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in program.buffers}
         made = program.constants(Context(dry_axes(mesh, 0), "cpu"), given)
-        return sum({storage_id(x): x.untyped_storage().nbytes() for x in made.values()}.values())
+        return storage_bytes(made.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all their storages, each once."""
+    return sum({storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def settled(found: Mapping[str, Footprint]) -> dict[str, Footprint]:

@@ -29,6 +29,9 @@ from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule, stage_ranks
 from meshwright.runtime.orders import ASYNCHRONOUS
 
+CONSTANTS = "(constants)"
+"""What a stage keeps once, beside its parameters, by this name."""
+
 
 @dataclass(frozen=True)
 class SegmentCost:
@@ -40,6 +43,7 @@ class SegmentCost:
     transient_bytes    the most that is there for the moment while it runs, forward or backward
     boundary_bytes     what crosses to the next stage when the pipeline is cut behind this segment
     weight_s           the part of backward_s that a schedule may put off: weight gradients of matrix products
+    constant_bytes     of constants that a stage keeps whatever it holds
     options            what it may recompute, the first of them nothing; () where there is no choice
     """
 
@@ -53,6 +57,7 @@ class SegmentCost:
     shared_bytes: Mapping[str, int] = field(default_factory=dict)
     transient_bytes: int = 0
     options: tuple[Option, ...] = ()
+    constant_bytes: int = 0
 
     @property
     def ways(self) -> tuple[Option, ...]:
@@ -208,6 +213,7 @@ def busy_share(found: StageChoice, link: Link | None) -> float:
 def item(segment: SegmentCost, transfer_s: float, holding: Holding) -> Item:
     """A segment as the solver sees it; both directions of a cut's transfers count."""
     shared = {path: holding.total(size) for path, size in segment.parameter_bytes.items()}
+    shared[CONSTANTS] = segment.constant_bytes
     seconds = segment.forward_s + segment.backward_s
     return Item(seconds, 2 * transfer_s, segment.activation_bytes, shared, segment.shared_bytes, segment.transient_bytes)
 
@@ -216,7 +222,7 @@ def stage_cost(segments: Sequence[SegmentCost], in_flight: int, holding: Holding
     """Sums over a stage's segments, every parameter once. Where these may recompute, what takes least time within the limit."""
     local = {path: size for s in segments for path, size in s.parameter_bytes.items()}
     parameters = sum(local.values())
-    lasting = holding.memory(parameters, 0)
+    lasting = holding.memory(parameters, 0).model_copy(update={"buffers": max(s.constant_bytes for s in segments)})
     ways = [s.ways for s in segments]
     taken: tuple[int, ...] | None = (0,) * len(segments)
     if limit_bytes is not None and any(len(options) > 1 for options in ways):

@@ -86,6 +86,7 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
             shared_bytes=ways[s.name][0].shared,
             transient_bytes=ways[s.name][0].transient_bytes,
             options=ways[s.name],
+            constant_bytes=pricing.regions.measurer.constant_bytes,
         )
         for i, s in enumerate(kinds.graph.segments)
     )

@@ -75,7 +75,8 @@ def compile_ways(case: Case, folder: Path, ways: Sequence[str] = WAYS) -> list[t
     found = []
     for way in ways:
         path = folder / f"{case}-{way}".replace(" ", "_")
-        compile(tiny.directory, mesh=case.mesh, seq=tiny.seq, **{"micro_batch": 2, **case.options, "recompute": way}).save(path)
+        options = {"micro_batch": 2, "hardware": "h100", **case.options, "recompute": way}
+        compile(tiny.directory, mesh=case.mesh, seq=tiny.seq, **options).save(path)
         found.append((way, str(path)))
     return found
 
