@@ -37,6 +37,7 @@ from meshwright.runtime.buckets import Arrangement
 from meshwright.runtime.checkpoint import PARAMETERS, Saver, State, load_checkpoint
 from meshwright.runtime.checkpoint_files import Facts
 from meshwright.runtime.context import Context
+from meshwright.runtime.dcp import is_dcp, load_dcp, save_dcp
 from meshwright.runtime.execution import StepRecord
 from meshwright.runtime.flat_bucket import Numbers
 from meshwright.runtime.gathering import gather
@@ -281,13 +282,16 @@ class Engine:
             found.update({alias: found[name] for alias, name in self.signature.tied.items() if name in found})
         return found
 
-    def save(self, directory: str | Path, keep: int = 1, wait: bool = True) -> None:
+    def save(self, directory: str | Path, keep: int = 1, wait: bool = True, dcp: bool = False) -> None:
         """Writes parameters, optimizer state, step and `data` to a new folder in a directory that all ranks see, then removes all
         but the newest `keep` checkpoints there. Without `wait` it is written while training goes on; the next save and
-        wait_saved wait for it."""
+        wait_saved wait for it. With `dcp` the directory, which must be new, becomes one of torch.distributed.checkpoint (runtime.dcp)."""
         self._flush()
         with self._reported("saving"):
             unused = self._unused() if self.rank == 0 else {}
+            if dcp:
+                self._saver.wait()
+                return save_dcp(Path(directory), self._arrangement, self._state(), unused, self._facts())
             self._saver.start(Path(directory), self._state(), unused, self._facts(), keep, copy=not wait)
             if wait:
                 self._saver.wait()
@@ -298,11 +302,12 @@ class Engine:
             self._saver.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Goes on from the newest checkpoint in a directory, of any plan of the same model."""
+        """Goes on from the newest checkpoint in a directory, or from one of torch.distributed.checkpoint, of any plan of the same model."""
         self._flush()
         with self._reported("loading"):
             parts = {**self._state(), PARAMETERS: self._parameter_parts()}
-            facts = load_checkpoint(Path(directory), self._arrangement, parts, self._optimizer_name)
+            load = load_dcp if together(lambda: is_dcp(Path(directory))) else load_checkpoint
+            facts = load(Path(directory), self._arrangement, parts, self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)
