@@ -31,7 +31,7 @@ from meshwright.reference import random_batch
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.execution import StepRecord
 from meshwright.runtime.orders import ASYNCHRONOUS
-from meshwright.runtime.trace import Span, bubble, mean_seconds, spans, write_trace
+from meshwright.runtime.trace import RankTrace, Span, bubble, mean_seconds, rank_trace, write_trace
 from meshwright.train import PATIENCE_S
 
 T = TypeVar("T")
@@ -65,22 +65,22 @@ def command(
     document, signature = load_checked(plan_dir)
     engine = Engine(plan_dir, optimizer={"name": "adamw", "lr": 1e-5, "clip": 1.0}, timeout_s=PATIENCE_S)
     batch = random_batch(signature, document)
-    recorded = record(engine, batch)
-    measured = measure(engine, document, batch, steps, recorded)
+    traced = record(engine, batch)
+    measured = measure(engine, document, batch, steps, tuple(rank.spans for rank in traced))
     if dist.get_rank() == 0:
         if trace is not None:
-            write_trace(trace, recorded)
+            write_trace(trace, traced)
         print(json.dumps(asdict(measured))) if as_json else show(measured, document, steps)
 
 
-def record(engine: Engine, batch: Mapping[str, torch.Tensor]) -> tuple[tuple[Span, ...], ...]:
-    """Every rank's actions in a step, the last of a few. The same on every rank."""
+def record(engine: Engine, batch: Mapping[str, torch.Tensor]) -> tuple[RankTrace, ...]:
+    """Every rank's step, the last of a few. The same on every rank."""
     for _ in range(WARM_UP):
         found = StepRecord()
         dist.barrier()
         origin_s = time.perf_counter()
         engine.forward_backward(batch, found)
-    return tuple(gathered(spans(found, origin_s)))
+    return tuple(gathered(rank_trace(found, origin_s)))
 
 
 def predicted_actions(document: PlanDocument, kinds: Collection[str]) -> dict[str, float]:

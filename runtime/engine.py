@@ -207,7 +207,7 @@ class Engine:
         actions = self._stages.schedule(num_micro_batches)[self._placement.at["pp"]]
         scale = self._context.loss_scale = self.loss_scale
         with self._reported("forward and backward", execution):
-            flat.begin(num_micro_batches, overlap=not split_backwards(actions))
+            flat.begin(num_micro_batches, not split_backwards(actions), None if record is None else record.sums)
             execution.run(actions, record)
         self._peak_activation_bytes = max(self._peak_activation_bytes, execution.peak_saved_bytes)
         self._peak_transient_bytes = max(self._peak_transient_bytes, execution.peak_transient_bytes - flat.staged.peak)

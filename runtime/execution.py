@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.runtime.actions import OF_BATCHES, Action, Actions, Kind, StageRanks
 from meshwright.runtime.batch import micro_batches
 from meshwright.runtime.context import Context, Weights
-from meshwright.runtime.gradients import FlatParameters
+from meshwright.runtime.gradients import FlatParameters, TimedSum
 from meshwright.runtime.main_gradients import Deferral, Work
 from meshwright.runtime.memory import SavedBytes
 from meshwright.runtime.program import Program, Tensors
@@ -103,9 +103,11 @@ class Timed:
 
 @dataclass
 class StepRecord:
-    """When the actions of a step ran. On GPUs each is waited for, so that a recorded step is slower."""
+    """When the actions of a step ran, and sums of gradients over dp were under way. On GPUs each action is waited for, so that a recorded
+    step is slower."""
 
     actions: list[Timed] = field(default_factory=list)
+    sums: list[TimedSum] = field(default_factory=list)
 
 
 class StepExecution:

@@ -20,6 +20,7 @@ model once: each rank adds the squares of its share (Arrangement.shares), if it 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,16 @@ class Chunk:
     start: int
 
 
+@dataclass(frozen=True)
+class TimedSum:
+    """The sum of a bucket's gradients by time.perf_counter: it started, and was waited for. `name`: of its first parameter."""
+
+    name: str
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+
 class FlatParameters:
     """The parameters of one rank. `tensors` are what programs get, by name. `frozen` ones may be shared with other versions."""
 
@@ -84,6 +95,7 @@ class FlatParameters:
         self._num_micro_batches = 1
         self._num_uses: Mapping[str, int] = {}
         self._overlap = False
+        self._sums: list[TimedSum] | None = None
         self._reducing: Callable[[], None] | None = None
 
     @property
@@ -143,9 +155,9 @@ class FlatParameters:
         """The parameters of each of the rank's programs: how often a micro-batch's backwards come to each."""
         self._num_uses = Counter(name for names in programs for name in names)
 
-    def begin(self, num_micro_batches: int, overlap: bool = True) -> None:
-        """A step begins. Without `overlap` (gradients that are put off) all sums wait for its end."""
-        self._num_micro_batches, self._overlap = num_micro_batches, overlap
+    def begin(self, num_micro_batches: int, overlap: bool = True, sums: list[TimedSum] | None = None) -> None:
+        """A step begins. Without `overlap` (gradients that are put off) all sums wait for its end. Into `sums` go their times."""
+        self._num_micro_batches, self._overlap, self._sums = num_micro_batches, overlap, sums
         self._reducing = None
         for bucket in self.buckets:
             bucket.begin(num_micro_batches, self.staged)
@@ -248,7 +260,15 @@ class FlatParameters:
         """One at a time: each needs room for what comes."""
         self._wait_reduced()
         bucket.is_done = True
-        self._reducing = bucket.start_reduce(self.staged)
+        start_s, wait = time.perf_counter(), bucket.start_reduce(self.staged)
+
+        def finish() -> None:
+            wait()
+            if self._sums is not None:
+                size = 4 * bucket.spec.size
+                self._sums.append(TimedSum(bucket.spec.spans[0].parameter.name, size, start_s, time.perf_counter()))
+
+        self._reducing = finish
 
     def _wait_reduced(self) -> None:
         if self._reducing is not None:

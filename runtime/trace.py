@@ -5,20 +5,22 @@
     busy        end - ready of forwards, backwards and weight gradients
     bubble      idle share of all ranks' time from the first action's start to the last one's end
 
-The trace opens in Perfetto or chrome://tracing: one process per rank, with a row for compute, one for waiting and one for messages.
+The trace opens in Perfetto or chrome://tracing: one process per rank, with a row for compute, one for waiting, one for messages and one
+for the sums of gradients over dp, from their start to when they were waited for: those of a last backward lie beside it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.runtime.actions import COMPUTE, Action, Kind
 from meshwright.runtime.execution import StepRecord
+from meshwright.runtime.gradients import TimedSum
 
-ROWS = ("compute", "waiting", "messages")
+ROWS = ("compute", "waiting", "messages", "gradient sums")
 MICROSECONDS = 1e6
 
 
@@ -34,6 +36,20 @@ class Span:
     @property
     def busy_s(self) -> float:
         return self.end_s - self.ready_s if self.action.kind in COMPUTE else 0.0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """A rank's step: its actions, and the sums of its gradients."""
+
+    spans: tuple[Span, ...]
+    sums: tuple[TimedSum, ...] = ()
+
+
+def rank_trace(record: StepRecord, origin_s: float) -> RankTrace:
+    """A record, seen from an instant that all ranks share."""
+    sums = (replace(s, start_s=s.start_s - origin_s, end_s=s.end_s - origin_s) for s in record.sums)
+    return RankTrace(spans(record, origin_s), tuple(sums))
 
 
 def spans(record: StepRecord, origin_s: float) -> tuple[Span, ...]:
@@ -56,14 +72,15 @@ def mean_seconds(ranks: Sequence[Sequence[Span]]) -> Mapping[tuple[int, str], fl
     return {key: sum(values) / len(values) for key, values in sorted(found.items())}
 
 
-def write_trace(path: Path, ranks: Sequence[Sequence[Span]]) -> None:
-    """The spans of every rank as a Chrome trace."""
+def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
+    """Every rank's step as a Chrome trace."""
     events: list[dict[str, object]] = []
     for rank, found in enumerate(ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": n}} for i, n in enumerate(ROWS)]
-        for span in found:
+        for span in found.spans:
             events += _events(rank, span)
+        events += [_sum_event(rank, each) for each in found.sums]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
 
 
@@ -74,6 +91,19 @@ def _events(rank: int, span: Span) -> list[dict[str, object]]:
         return [_event(rank, "messages", span.action, span.start_s, span.end_s)]
     waited = [_event(rank, "waiting", span.action, span.start_s, span.ready_s)] if span.ready_s > span.start_s else []
     return [*waited, _event(rank, "compute", span.action, span.ready_s, span.end_s)]
+
+
+def _sum_event(rank: int, found: TimedSum) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": f"sum of {found.name} ...",
+        "cat": "sum",
+        "pid": rank,
+        "tid": ROWS.index("gradient sums"),
+        "ts": found.start_s * MICROSECONDS,
+        "dur": (found.end_s - found.start_s) * MICROSECONDS,
+        "args": {"bytes": found.num_bytes},
+    }
 
 
 def _event(rank: int, row: str, action: Action, start_s: float, end_s: float) -> dict[str, object]:

@@ -73,9 +73,15 @@ def test_training_is_the_same_on_every_mesh_and_after_a_resume(tmp_path: Path, d
     np.testing.assert_allclose(losses(later), losses(one)[3:], rtol=1e-5)
 
 
-def test_bench(tmp_path: Path) -> None:
-    plan = str(toy.write_plan(tmp_path / "plan", Mesh(pp=2)))
-    assert run_ranks(2, call, plan, "bench", "--steps", "2") == [0, 0]
+def test_bench_traces_sums_beside_the_backward(tmp_path: Path) -> None:
+    plan = str(toy.write_plan(tmp_path / "plan", Mesh(dp=2), zero=3))
+    assert run_ranks(2, call, plan, "bench", "--steps", "2", "--trace", str(tmp_path / "trace.json")) == [0, 0]
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in range(2):
+        last = max((e for e in events if e["pid"] == rank and e["cat"] == "B"), key=lambda e: e["ts"])
+        sums = [e for e in events if e["pid"] == rank and e["cat"] == "sum"]
+        beside = [e for e in sums if last["ts"] < e["ts"] < last["ts"] + last["dur"]]
+        assert beside and all(e["args"]["bytes"] > 0 for e in sums)
 
 
 def test_bench_traces_every_action(tmp_path: Path) -> None:
@@ -83,7 +89,7 @@ def test_bench_traces_every_action(tmp_path: Path) -> None:
     assert run_ranks(2, call, plan, "bench", "--steps", "1", "--trace", str(tmp_path / "trace.json")) == [0, 0]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(rows.values()) == {"compute", "waiting", "messages"}
+    assert set(rows.values()) == {"compute", "waiting", "messages", "gradient sums"}
     done = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and rows[e["pid"], e["tid"]] == "compute"}
     assert done == {(r, f"{s}{k}{i}") for r, stages in ((0, (0, 3)), (1, (1, 2))) for s in stages for k in "FBW" for i in range(8)}
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
