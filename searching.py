@@ -48,6 +48,8 @@ from meshwright.setting import DEFAULT_HARDWARE, DEFAULT_SEQ, Setting, settle
 LARGEST_MICRO_BATCH = 8
 SEQUENCES_PER_DEVICE = 4
 """Global batch per device when none is given."""
+LEAN = 3
+"""Combinations that are tried with layouts that keep less."""
 LARGER = (2, 4, 8, 16)
 """Multiples of the devices that are tried to say what would fit."""
 
@@ -158,12 +160,30 @@ def compile_plan(
     pricer = Pricer(model, example, declared, batch, limit, progress or (lambda text: None))
     found = explore(pricer, declared.devices)
     if not found.priced:
+        kept_less = leaner(pricer, found)
+        if kept_less is not None:
+            return driver.with_weights(kept_less, pricer.captured(kept_less.document.micro_batch)[0], model)
         raise InputError(nothing_fits(declared.devices, found, pricer.limit_bytes, larger(pricer, declared.devices)))
     best = found.best_meshes()[0].combination
     captured, _ = pricer.captured(best.micro_batch)
     compiled = driver.plan_captured(captured, pricer.setting(best), pricer.tell)
     compiled = replace(compiled, search=report(declared.devices, found, pricer.limit_bytes))
     return driver.with_weights(compiled, captured, model)
+
+
+def leaner(pricer: Pricer, found: Found) -> CompiledPlan | None:
+    """Where nothing fits with the fastest layouts: the first of the nearest combinations that fits with layouts that keep less."""
+    nearest = sorted((t for t in found.too_large if t.combination.mesh.tp > 1), key=lambda t: t.needs_bytes)
+    for place in nearest[:LEAN]:
+        way = place.combination
+        try:
+            compiled = driver.plan_captured(pricer.captured(way.micro_batch)[0], pricer.setting(way), pricer.tell)
+        except InputError:
+            continue
+        first, *others = report(way.mesh.world_size, found, pricer.limit_bytes)
+        chosen = f"  none fits with the fastest layouts; {way} fits with layouts that keep less, chosen"
+        return replace(compiled, search=(first, chosen, *others))
+    return None
 
 
 def explore(pricer: Pricer, devices: int) -> Found:

@@ -30,6 +30,9 @@ def test_layouts_keep_less_where_the_limit_binds_and_say_so() -> None:
     assert tight.document.stages[0].memory.activations < memory.activations
     assert tight.document.predicted.step_s >= free.document.predicted.step_s
     assert any("these keep less" in note for note in tight.document.notes)
+    alone = {"zero": 0, "recompute": "none", "schedule": "1f1b", "global_batch": free.document.global_batch}
+    searched = planned(memory_limit=int(0.95 * memory.total), devices=2, **alone)
+    assert searched.document.kinds == tight.document.kinds and "layouts that keep less, chosen" in searched.summary()
     roomy = planned(memory_limit=2 * memory.total)
     assert roomy.document.kinds == free.document.kinds and roomy.document.notes == free.document.notes
     with pytest.raises(InputError, match="memory_limit: stage 0"):
