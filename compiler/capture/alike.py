@@ -151,6 +151,12 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         yield from ((name, tensor) for name, tensor in part.items() if tensor is not None)
 
 
+def content(item: object) -> Hashable:
+    """Any object as a value that is equal for equal ones: those that have attributes by these, else as itself."""
+    own = vars(item) if hasattr(item, "__dict__") and not isinstance(item, (type, torch.Tensor)) else {}
+    return id(item), tuple((name, _what(value, {}, DEEPEST)) for name, value in own.items())
+
+
 def _what(item: object, places: Mapping[int, str], depth: int) -> Hashable:
     """An attribute as a value that is equal for equal ones."""
     if item is None or isinstance(item, PLAIN):

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from meshwright.compiler.capture.alike import Description, Layer, describe, find_alike, is_hooked, kind_of
+from meshwright.compiler.capture.alike import Description, Layer, content, describe, find_alike, is_hooked, kind_of
 from meshwright.compiler.capture.tripwire import tripwires
 
 BEGIN, END, COPY = (f"meshwright.layer_{name}.default" for name in ("begin", "end", "copy"))
@@ -245,11 +245,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def state(module: nn.Module) -> tuple[Description, list[object]]:
-    """A layer's attributes, and those of the objects that it has, to see what a call changes."""
-    held = [item for child in module.modules() for item in vars(child).values() if hasattr(item, "__dict__") and not isinstance(item, type)]
-    tensors = [id(t) for child in module.modules() for part in (child._parameters, child._buffers) for t in part.values()]
-    return describe(module), [tensors, [{name: id(item) for name, item in vars(owner).items()} for owner in held]]
+def state(module: nn.Module) -> tuple[Description, list[int], list[Hashable]]:
+    """A layer's attributes, tensors, and the objects that it has, to see what a call changes."""
+    modules = list(module.modules())
+    tensors = [id(tensor) for child in modules for part in (child._parameters, child._buffers) for tensor in part.values()]
+    return describe(module), tensors, [content(item) for child in modules for item in vars(child).values()]
 
 
 def _is_plain_mode() -> bool:
