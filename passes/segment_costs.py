@@ -74,11 +74,12 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
     put_off = {name: weight_seconds(pricing, kind.representative) for name, kind in kinds.by_name.items()}
     boundaries = boundary_bytes(pricing)
     ways = segment_options(pricing, {kind: forward for kind, (forward, _) in times.items()})
+    called = {s.name: call_seconds(pricing, s) for s in kinds.graph.segments}
     return tuple(
         SegmentCost(
             name=s.name,
-            forward_s=times[s.kind][0],
-            backward_s=times[s.kind][1],
+            forward_s=times[s.kind][0] + called[s.name][0],
+            backward_s=times[s.kind][1] + called[s.name][1],
             parameter_bytes={path: pricing.master_bytes(name) for path, name in segment_parameters(pricing, s)},
             activation_bytes=ways[s.name][0].own_bytes,
             boundary_bytes=boundaries[i],
@@ -227,21 +228,42 @@ def kind_conversions(assignment: Assignment, segment: Segment) -> tuple[tuple[st
     return tuple(found)
 
 
+def call_conversions(assignment: Assignment, segment: Segment) -> tuple[tuple[str, Type, Type], ...]:
+    """(value, source type, target type) of what is converted where a segment is called: its kind takes it as the last member's is."""
+    names = assignment.kinds.externals(segment)
+    pairs = ((name, assignment.type_of(name), assignment.entry_type(segment.kind, place)) for place, name in enumerate(names))
+    return tuple((name, source, target) for name, source, target in pairs if source != target)
+
+
+def call_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
+    """(forward, backward) seconds of the conversions at a segment's call."""
+    link = pricing.hardware.link_for(pricing.assignment.axis, pricing.mesh)
+    values = pricing.assignment.kinds.graph.values
+    times = [
+        conversion_s(source, target, pricing.local_bytes(name, I), pricing.assignment.ranks, link, values[name].requires_grad)
+        for name, source, target in call_conversions(pricing.assignment, segment)
+    ]
+    return sum(forward for forward, _ in times), sum(backward for _, backward in times)
+
+
 def collective_seconds(pricing: Pricing) -> dict[str, float]:
     """Seconds of one micro-batch through the whole model that each collective takes, forward and backward."""
     assignment = pricing.assignment
+    kinds = assignment.kinds
     link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
     found: dict[str, float] = {}
-    for kind in assignment.kinds.by_name.values():
+    converted = [(len(kind.members), c) for kind in kinds.by_name.values() for c in kind_conversions(assignment, kind.representative)]
+    converted += [(1, c) for segment in kinds.graph.segments for c in call_conversions(assignment, segment)]
+    for count, (name, source, target) in converted:
+        size, requires_grad = pricing.local_bytes(name, I), kinds.graph.values[name].requires_grad
+        names = conversion(source, target)
+        times = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
+        for collective, time_s in zip((names.forward, names.backward), times, strict=True):
+            if collective in TRAFFIC and time_s:
+                found[collective] = found.get(collective, 0.0) + time_s * count
+    for kind in kinds.by_name.values():
         if moves := expert_moves_s(pricing, kind.name):
             found["all-to-all"] = found.get("all-to-all", 0.0) + 2 * moves * len(kind.members)
-        for name, source, target in kind_conversions(assignment, kind.representative):
-            size, requires_grad = pricing.local_bytes(name, I), assignment.kinds.graph.values[name].requires_grad
-            names = conversion(source, target)
-            times = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
-            for collective, time_s in zip((names.forward, names.backward), times, strict=True):
-                if collective in TRAFFIC and time_s:
-                    found[collective] = found.get(collective, 0.0) + time_s * len(kind.members)
     return found
 
 
