@@ -26,7 +26,7 @@ from meshwright.plans.document import PlanDocument
 from meshwright.reference import Reference
 
 ROUNDOFF: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-FACTOR = 2.0
+FACTOR = 4.0
 CLEAR = 8.0
 ROUTED = 0.3
 TINY = 0.03
