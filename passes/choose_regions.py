@@ -94,7 +94,7 @@ class Regions:
             chosen = solve_regions(problem(trace, self.seconds(kind)), times * price) if price else frozenset[int]()
             body = trace.body
             movers = frozenset(i for i, positions in enumerate(trace.positions) if not positions)
-            regions = worthwhile(trace, untangled(body, body.split(body.grown(chosen, movers))))
+            regions = worthwhile(trace, in_order(body, chosen, movers))
             by_position = (tuple(sorted(p for i in region for p in trace.positions[i])) for region in regions)
             self._found[kind, times] = Recomputation(regions=tuple(sorted(by_position)))
         return self._found[kind, times]
@@ -133,6 +133,16 @@ def worthwhile(trace: Trace, regions: tuple[Region, ...]) -> tuple[Region, ...]:
         if kept_bytes(trace, others) <= kept_bytes(trace, found):
             found = others
     return found
+
+
+def in_order(body: Body, chosen: frozenset[int], movers: frozenset[int]) -> tuple[Region, ...]:
+    """Regions of the chosen statements, without those that would have gradients summed in another order: no bit of a result changes."""
+    while True:
+        regions = untangled(body, body.split(body.grown(chosen, movers)))
+        moved = body.moved(regions)
+        if not moved:
+            return regions
+        chosen = chosen - moved if chosen & moved else frozenset()
 
 
 def untangled(body: Body, regions: tuple[Region, ...]) -> tuple[Region, ...]:

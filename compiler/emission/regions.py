@@ -13,10 +13,12 @@ last of its region stood, unless something reads a result before that.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 Region = tuple[int, ...]
 """Numbers of statements, ascending."""
@@ -28,11 +30,13 @@ class Tangled(ValueError):
 
 @dataclass(frozen=True)
 class Statement:
-    """An assignment with the comments above it: names that it binds and reads."""
+    """An assignment with the comments above it: names that it binds and reads. `terms`: how often it reads each name, and each parameter
+    by its text."""
 
     lines: tuple[str, ...]
     binds: tuple[str, ...]
     reads: tuple[str, ...]
+    terms: Mapping[str, int]
 
 
 def read_statements(lines: Sequence[str]) -> tuple[Statement, ...]:
@@ -41,8 +45,10 @@ def read_statements(lines: Sequence[str]) -> tuple[Statement, ...]:
     for node in ast.parse("\n".join(lines)).body:
         assert isinstance(node, ast.Assign) and node.end_lineno is not None
         binds = tuple(n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name))
-        reads = tuple(dict.fromkeys(n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)))
-        found.append(Statement(tuple(lines[start : node.end_lineno]), binds, reads))
+        names = [n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)]
+        parameters = [ast.unparse(n) for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "w"]
+        reads = tuple(dict.fromkeys(names))
+        found.append(Statement(tuple(lines[start : node.end_lineno]), binds, reads, Counter([*names, *parameters])))
         start = node.end_lineno
     return tuple(found)
 
@@ -127,6 +133,23 @@ class Body:
         if len(found) < len(nodes):
             raise Tangled("values go from a region to ops outside it and back")
         return tuple(found)
+
+    def moved(self, regions: Sequence[Region]) -> frozenset[int]:
+        """Statements of regions that change places with others among the readers of a value, so that its gradient would be summed in
+        another order, and be rounded otherwise. Two terms may change places, unless they are a parameter's: these add to what is there."""
+        place = {i: at for at, i in enumerate(i for node in self.order(regions) for i in node)}
+        inside = {i for region in regions for i in region}
+        readers: dict[str, list[int]] = {}
+        for i, statement in enumerate(self.statements):
+            for name in statement.terms:
+                readers.setdefault(name, []).append(i)
+        found: set[int] = set()
+        for name, places in readers.items():
+            value = name in self.maker or name in self.known
+            if (value and sum(self.statements[i].terms[name] for i in places) > 2) or "[" in name:
+                late = [a for a, b in pairwise(places) if place[a] > place[b]]
+                found.update(i for i in (late if inside.issuperset(late) else inside))
+        return frozenset(found)
 
     def arguments(self, region: Region) -> tuple[str, ...]:
         """Names that a region is called with."""
