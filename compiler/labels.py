@@ -34,13 +34,18 @@ def factor_labels(factors: Factors, operands: tuple[Labels, ...]) -> dict[str, f
 
 
 def label_values(kinds: Kinds) -> dict[str, Labels]:
-    """Labels of every value's dims."""
+    """Labels of every value's dims. Ops of one class have one rule's factors, which are found once."""
     graph = kinds.graph
     handed_on = {v.name for s in graph.segments if s.prefix for v in kinds.result_values(s)}
     handed_on |= {name for s in graph.segments if s.prefix for name in kinds.externals(s) if name in graph.producers}
     labels: dict[str, Labels] = {v.name: label_inputs(v) for v in graph.inputs}
-    for op in graph.ops:
-        labels.update(label_results(kinds.call(op), labels))
+    known: dict[object, Factors | None] = {}
+    for i, op in enumerate(graph.ops):
+        call = kinds.call(op)
+        op_class = kinds.class_of_op.get(i, i)
+        if op_class not in known:
+            known[op_class] = factors_of(call)
+        labels.update(label_by(known[op_class], call, labels))
         labels.update((v.name, with_hidden(labels_of(labels, v))) for v in op.results if v.name in handed_on and v.requires_grad)
     return labels
 
@@ -51,7 +56,12 @@ def with_hidden(labels: Labels) -> Labels:
 
 
 def label_results(call: Call, labels: dict[str, Labels]) -> dict[str, Labels]:
-    factors = factors_of(call)
+    """Labels of a call's results."""
+    return label_by(factors_of(call), call, labels)
+
+
+def label_by(factors: Factors | None, call: Call, labels: dict[str, Labels]) -> dict[str, Labels]:
+    """The same by the factors of its rule; none without a rule."""
     if factors is None:
         return {}
     operands = tuple(labels_of(labels, v) for v in call.operands)
