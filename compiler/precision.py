@@ -62,8 +62,8 @@ LISTS: tuple[tuple[Policy, str, str], ...] = (
     (Policy.FP32, "a large sum", "sum nansum mean prod var std var_mean std_mean cumsum cumprod"),
     (Policy.FP32, "a sum of squares", "norm linalg_vector_norm cosine_similarity pairwise_distance cdist dist pdist renorm _weight_norm"),
     (Policy.FP32, "a loss", "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss "
-     "soft_margin_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss cosine_embedding_loss hinge_embedding_loss "
-     "margin_ranking_loss triplet_margin_loss multilabel_margin_loss multi_margin_loss"),
+     "soft_margin_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss cosine_embedding_loss "
+     "hinge_embedding_loss margin_ranking_loss triplet_margin_loss multilabel_margin_loss multi_margin_loss"),
     (Policy.FP32, "ill-conditioned in 16 bits", "linalg_inv inverse linalg_det det linalg_cholesky cholesky linalg_matrix_exp matrix_exp "
      "linalg_pinv linalg_matrix_power matrix_power logdet linalg_slogdet"),
     (Policy.FP32, "transforms of 16-bit numbers are not there on every device", "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft "
