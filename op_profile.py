@@ -3,7 +3,8 @@ hardware file (compiler.hardware).
 
     ops         each op of compiler.measured_ops.LIKE on growing sizes, forward and backward through autograd, as the reference interpreter
                 calls it; several copies in turn, so that operands come from memory as in a program. Medians
-    program     a captured Transformer block with embedding and head: how many times as long its passes take as their ops do
+    program     a captured Transformer of two blocks, in two sizes: how many times as long its passes take as their ops, and how much more
+                each op takes for being called from a program
     update      norm, clipping and fused AdamW over flat tensors, as runtime.optimizer does
 
 Every rank of a job measures at the same time: what they share (memory, power, a core's two threads) is shared then as it is in a step.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -41,6 +42,7 @@ COPIES_BYTES = 1 << 24
 MOST_COPIES = 8
 LEAST_RUNS = 5
 LARGEST_LOGITS = 1 << 23
+PROGRAM_ROWS, PROGRAM_LENGTH = (1, 4), 128
 
 X0, X1, X2 = Ref("x0"), Ref("x1"), Ref("x2")
 
@@ -242,31 +244,51 @@ class Reference(nn.Module):
 
 
 def measure_program(hardware: Hardware, device: torch.device, budget_s: float, crowd: float) -> dict[str, float]:
-    """How many times as long as its ops a program's forward and backward take. The hardware has what was measured of ops."""
+    """What a program's forward and backward take beside their ops: so many times as long, and seconds more for every op. From programs
+    of two sizes, that run in turn. The hardware has what was measured of ops."""
     model = Reference().to(device)
-    ids = torch.randint(0, VOCABULARY, (4, 128), device=device)
-    batch = {"input_ids": ids, "labels": ids}
-    graph = capture(model, {n: t.cpu() for n, t in batch.items()}, task=None, seq=128, micro_batch=4, attention="sdpa").graph
-    modelled = [op_time_s(op, graph.values, 1.0, hardware) for op in graph.ops]
-    forward, backward = program_seconds(model, batch, clock_of(device), budget_s)
-    return {
-        "forward": rounded(forward * crowd / sum(f for f, _ in modelled)),
-        "backward": rounded(backward * crowd / sum(b for _, b in modelled)),
-    }
+    modelled = []
+    batches = []
+    for rows in PROGRAM_ROWS:
+        ids = torch.randint(0, VOCABULARY, (rows, PROGRAM_LENGTH), device=device)
+        batches.append({"input_ids": ids, "labels": ids})
+        example = {n: t.cpu() for n, t in batches[-1].items()}
+        graph = capture(model, example, task=None, seq=PROGRAM_LENGTH, micro_batch=rows, attention="sdpa").graph
+        modelled.append([op_time_s(op, graph.values, 1.0, hardware) for op in graph.ops])
+    measured = program_seconds(model, batches, clock_of(device), budget_s)
+    found = {}
+    for way, name in enumerate(("forward", "backward")):
+        small, large = (sum(times[way] for times in ops) for ops in modelled)
+        num_ops = sum(times[way] > 0 for times in modelled[0])
+        factor, more = fitted((small, large), (measured[0][way] * crowd, measured[1][way] * crowd))
+        found[name], found[f"{name}_op_s"] = rounded(factor), rounded(more / num_ops)
+    return found
 
 
-def program_seconds(model: nn.Module, batch: Mapping[str, Tensor], clock: Callable[[], float], budget_s: float) -> tuple[float, float]:
-    """(forward, backward) seconds, medians; gradients add up as over micro-batches."""
-    times: list[tuple[float, float]] = []
-    end = time.perf_counter() + 10 * budget_s
-    while time.perf_counter() < end or len(times) < LEAST_RUNS:
-        start = clock()
-        loss = model(**batch)
-        middle = clock()
-        loss.backward()
-        times.append((middle - start, clock() - middle))
-    forward, backward = zip(*times[1:], strict=True)
-    return statistics.median(forward), statistics.median(backward)
+def fitted(modelled: tuple[float, float], measured: tuple[float, float]) -> tuple[float, float]:
+    """(a, b) with measured = a modelled + b for a small and a large program. Neither is below 0: where noise would have it so, a alone
+    fits both."""
+    factor = (measured[1] - measured[0]) / (modelled[1] - modelled[0])
+    more = measured[0] - factor * modelled[0]
+    return (factor, more) if factor > 0 and more >= 0 else (sum(measured) / sum(modelled), 0.0)
+
+
+def program_seconds(
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], clock: Callable[[], float], budget_s: float
+) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of every batch, medians; gradients add up as over micro-batches."""
+    times: list[list[tuple[float, float]]] = [[] for _ in batches]
+    end = time.perf_counter() + 20 * budget_s
+    while time.perf_counter() < end or len(times[0]) < LEAST_RUNS:
+        for batch, found in zip(batches, times, strict=True):
+            start = clock()
+            loss = model(**batch)
+            middle = clock()
+            loss.backward()
+            found.append((middle - start, clock() - middle))
+    return [
+        (statistics.median(f for f, _ in found[1:]), statistics.median(b for _, b in found[1:])) for found in times
+    ]
 
 
 def update_bytes_per_s(device: torch.device, budget_s: float) -> float:

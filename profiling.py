@@ -44,6 +44,8 @@ Progress = Callable[[str], None]
 
 EFFORT = Effort()
 LEAST_RUNS = 5
+ROWS = 2
+"""Of arrays that are sliced along their second dim, as a sequence is."""
 WORK = 384
 """Side of the matrices that ranks multiply between collectives: about a millisecond of a CPU core."""
 PATIENCE_S = 600
@@ -243,8 +245,8 @@ def runs(axis: Axis) -> dict[str, Callable[[torch.Tensor], object]]:
     ranks = axis.size
     return {
         "all-reduce": axis.all_reduce,
-        "all-gather": lambda x: axis.all_gather(x[: len(x) // ranks], 0),
-        "reduce-scatter": lambda x: axis.reduce_scatter(x, 0),
+        "all-gather": lambda x: axis.all_gather(x.view(ROWS, -1)[:, : x.numel() // ROWS // ranks], 1),
+        "reduce-scatter": lambda x: axis.reduce_scatter(x.view(ROWS, -1), 1),
         "all-to-all": lambda x: axis.all_to_all(x.view(ranks, -1), 1, 0),
         "message": lambda x: message(x, axis.index),
     }
@@ -263,7 +265,8 @@ def message(x: torch.Tensor, index: int) -> None:
 def together_s(run: Callable[[torch.Tensor], object], size: int, axis: Axis, device: torch.device, budget_s: float) -> float:
     """Seconds of one run on all ranks, as in a program: every rank computes before, by itself, and waits for those that come later. The
     mean over ranks of a rank's mean without its slowest tenth."""
-    x = torch.ones(size // 4 // axis.size * axis.size, device=device)
+    unit = ROWS * axis.size
+    x = torch.ones(size // 4 // unit * unit, device=device)
     work = torch.ones(WORK, WORK, device=device)
     times: list[float] = []
     count = torch.ones(())

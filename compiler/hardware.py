@@ -9,8 +9,8 @@ A hardware file is YAML; those that ship are compiler/hardware/NAME.yaml:
     efficiency               shares of the peaks that real programs reach: {matmul, memory}; and, where they were measured, curves
                              {matmul_by_flops, memory_by_bytes}: lists of [size of an op, share], read between sizes on a log scale;
                              {ops}: by op, {forward, backward}: lists of [work, seconds], flops of products and attention, bytes moved by
-                             others (compiler.flops), which stand for the roofline; {program: {forward, backward}}: how many times as
-                             long as its ops a whole program takes
+                             others (compiler.flops), which stand for the roofline; {program: {forward, backward, forward_op_s,
+                             backward_op_s}}: how many times as long as its ops a whole program takes, and seconds more for each op
     op_overhead_s            seconds that an op takes however small it is
     update_bytes_per_s       bytes of parameters that the optimizer updates per second, where that was measured
     ranks_per_core           where ranks outnumber cores, how many share one: all rates are those of a share, and a rank that waits
@@ -112,10 +112,12 @@ class OpTimes:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ProgramTimes:
-    """How many times as long as its ops a whole program takes."""
+    """How many times as long as its ops a whole program takes, and seconds that it takes beside for each of them."""
 
     forward: Positive = 1.0
     backward: Positive = 1.0
+    forward_op_s: NonNegative = 0.0
+    backward_op_s: NonNegative = 0.0
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -58,9 +58,9 @@ def measured_s(like: str, work: tuple[float, float], dtype: str, hardware: Hardw
     times = efficiency.ops.get(like)
     if times is None:
         return None
-    peaks = hardware.device.peak_flops
+    peaks, program = hardware.device.peak_flops, efficiency.program
     faster = peaks["float32"] / peaks.get(dtype, peaks["float32"]) if like in BY_FLOPS else 1.0
-    forward = read_seconds(times.forward, work[0]) * faster * efficiency.program.forward
+    forward = read_seconds(times.forward, work[0]) * faster * program.forward + program.forward_op_s
     if not work[1] or not times.backward:
         return forward, 0.0
-    return forward, read_seconds(times.backward, work[1]) * faster * efficiency.program.backward
+    return forward, read_seconds(times.backward, work[1]) * faster * program.backward + program.backward_op_s

@@ -62,3 +62,8 @@ def test_curves_are_read_between_their_points() -> None:
 
 def test_smaller_messages_never_take_longer() -> None:
     assert op_profile.growing([[1, 5.0], [2, 3.0], [4, 4.0]]) == [[1, 3.0], [2, 3.0], [4, 4.0]]
+
+
+def test_a_program_is_a_multiple_of_its_ops_and_a_part_per_op() -> None:
+    assert op_profile.fitted((1.0, 4.0), (1.7, 5.3)) == pytest.approx((1.2, 0.5))
+    assert op_profile.fitted((1.0, 4.0), (1.0, 5.0)) == pytest.approx((1.2, 0.0)), "noise"
