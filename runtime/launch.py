@@ -115,18 +115,20 @@ def tied_groups(
 
 
 def boundary_groups(
-    mesh: Mesh, stage_ranks: StageRanks, axis: Axis, device: torch.device, timeout_s: float
+    mesh: Mesh, stage_ranks: StageRanks, axis: Axis, device: torch.device, timeout_s: float, apart: bool = False
 ) -> dict[tuple[int, Kind], dist.ProcessGroup]:
     """Group for the messages of every boundary between stages on two ranks, forward (F) and backward (B).
 
-    On NCCL each has a group of its own, since messages of a group block each other; elsewhere tags tell them apart.
+    On NCCL each has a group of its own, since messages of a group block each other; elsewhere tags tell them apart, in a new group if
+    `apart`: messages that an engine leaves under way are then not taken for those of the next one.
     """
     if not isinstance(axis, ProcessAxis):
         return {}
     boundaries = [b for b, (here, there) in enumerate(pairwise(stage_ranks)) if here != there]
     keys = [(boundary, kind) for boundary in boundaries for kind in (Kind.F, Kind.B)]
     if device.type != "cuda":
-        return dict.fromkeys(keys, axis.group)
+        made = [(ranks, dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))) for ranks in mesh.groups("pp")] if apart else []
+        return dict.fromkeys(keys, next((group for ranks, group in made if ranks == axis.ranks), axis.group))
     found: dict[tuple[int, Kind], dist.ProcessGroup] = {}
     for ranks in mesh.groups("pp"):
         for boundary, kind in keys:

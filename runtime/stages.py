@@ -30,6 +30,7 @@ from meshwright.runtime.gradients import FlatParameters
 from meshwright.runtime.launch import boundary_groups
 from meshwright.runtime.main_gradients import Deferral, defer_to
 from meshwright.runtime.memory import SavedBytes
+from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.program import Boundary, Program, load_program
 from meshwright.runtime.schedules import finished_sends, plan_schedule
 from meshwright.runtime.transfers import Channel, Channels, Transfers
@@ -57,7 +58,8 @@ class RankStages:
         self.stages = {stage: _bind(directory, texts, stage, context, weights) for stage in own}
         for flat in versions:
             flat.used_by(program.parameters for program in self.programs.values())
-        groups = boundary_groups(plan.mesh, plan.ranks_of_stages, axes["pp"], context.device, timeout_s)
+        endless = plan.schedule == ASYNCHRONOUS
+        groups = boundary_groups(plan.mesh, plan.ranks_of_stages, axes["pp"], context.device, timeout_s, endless)
         self._channels = _channels(plan.ranks_of_stages, axes["pp"], self.programs, groups)
         kept = (storage for flat in versions for storage in flat.storages)
         self._permanent = [*kept, *(c for s in self.stages.values() for c in s.constants.values())]

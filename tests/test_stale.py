@@ -51,7 +51,9 @@ class DelayedReference(toy.Reference):
 
 
 def run(plan: str, optimizer: dict[str, object]) -> dict[str, object]:
-    """One rank: losses of all batches, norms of the updates that the calls made, weights on the way and at the end."""
+    """One rank: losses of all batches, norms of the updates that the calls made, weights on the way and at the end. An engine before it
+    is left with a batch under way."""
+    Engine(plan, optimizer).train_step(toy.batch(8, 99))
     engine = Engine(plan, optimizer)
     metrics = []
     weights = []
