@@ -7,8 +7,9 @@ on this model and batch. With u the unit roundoff (2^-8 in bf16, 2^-11 in fp16),
     gradients        of every parameter: Frobenius norm of the error at most FACTOR times that of autocast, which counts as u of the
                      gradient's norm at least; the table has the ratio
     gradient norm    as the loss
-    weights          after AdamW: elements whose gradient is CLEAR times as large as autocast's error of that parameter (and no less than
-                     NOISE says) move by lr in the direction of the gradient, whatever the rounding: 1e-5
+    weights          after AdamW's first step, which moves an element by lr against the sign of its gradient: elements whose gradient has
+                     one sign there and here, and is no less than NOISE says: 1e-5. (Another sign is the row above's to judge.)
+                     After two steps: those that are CLEAR times as large as autocast's error of that parameter, SECOND
 
 A sum that is missing, doubled or of the wrong ranks is off by half a gradient's norm or more, and autocast's errors are a few per cent.
 Where tokens are routed to experts a last digit may send one elsewhere, here or there: ROUTED of a gradient's norm is allowed then.
@@ -28,7 +29,7 @@ from meshwright.reference import Reference
 ROUNDOFF: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 FACTOR = 4.0
 CLEAR = 8.0
-NOISE = 1e-3
+NOISE = 1e-2
 """Share of the model's mean gradient per element below which AdamW's epsilon has a part in the step."""
 ROUTED = 0.3
 TINY = 0.03
@@ -64,7 +65,7 @@ def rounding_rows(
         ("loss", f"{truth.loss:.7f}", f"{losses[0]:.7f}", loss, allowed, f"autocast is off by {abs(yardstick.loss - truth.loss):.1e}"),
         gradient_row(document, truth, yardstick, gradients, unit),
         ("gradient norm", f"{truth.grad_norm:.6f}", f"{norm:.6f}", norm_off, max(FACTOR * norm_allowed, unit), ""),
-        weight_row(truth, yardstick, weights),
+        weight_row(truth, yardstick, gradients, weights),
     ]
 
 
@@ -85,14 +86,20 @@ def gradient_row(
     return worst
 
 
-def weight_row(truth: Reference, yardstick: Reference, weights: Mapping[str, torch.Tensor]) -> Row:
+def weight_row(
+    truth: Reference, yardstick: Reference, gradients: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> Row:
     """The parameter with the element that is furthest off after the update."""
     worst, name, compared, total = 0.0, "", 0, 0
     least = NOISE * truth.grad_norm / sqrt(max(1, sum(g.numel() for g in truth.gradients.values())))
     for path, exact in truth.weights.items():
         gradient = truth.gradients[path]
-        noise = (yardstick.gradients[path] - gradient).norm() / sqrt(gradient.numel()) if path in yardstick.gradients else 0.0
-        clear = gradient.abs() > CLEAR * noise + least
+        if len(truth.losses) == 1:
+            here = gradients.get(path, gradient)
+            clear = (gradient.abs() > least) & (here.abs() > least) & (gradient.sign() == here.sign())
+        else:
+            noise = (yardstick.gradients[path] - gradient).norm() / sqrt(gradient.numel()) if path in yardstick.gradients else 0.0
+            clear = gradient.abs() > CLEAR * noise + least
         compared, total = compared + int(clear.sum()), total + clear.numel()
         if path not in weights:
             worst, name = float("inf"), path

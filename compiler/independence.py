@@ -39,7 +39,7 @@ def unproved_ops(kinds: Kinds) -> dict[tuple[str, int], str]:
 
 def sums_rows(call: Call, labels: Mapping[str, Labels]) -> bool:
     """Whether rows go into an op of which no result has any."""
-    rows = any(has_rows(value.name, labels) for value in call.operands)
+    rows = any(BATCH in label and value.shape[dim] > 1 for value in call.operands for dim, label in enumerate(labels_of(labels, value)))
     return rows and not any(has_rows(value.name, labels) for value in call.results)
 
 
