@@ -71,6 +71,11 @@ class Reference:
     weights: Mapping[str, torch.Tensor]
     losses: tuple[float, ...] = ()
 
+    @property
+    def mean_gradient(self) -> float:
+        """Root mean square of the gradient's elements over the whole model."""
+        return self.grad_norm / sqrt(max(1, sum(g.numel() for g in self.gradients.values())))
+
 
 def random_batch(signature: Signature, document: PlanDocument, seed: int = 0, even: bool = False) -> dict[str, torch.Tensor]:
     """A global batch from a seed: random ids; labels are -100 for up to three quarters of a row, and a tenth elsewhere.

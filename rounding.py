@@ -73,11 +73,10 @@ def gradient_row(
     document: PlanDocument, truth: Reference, yardstick: Reference, gradients: Mapping[str, torch.Tensor], unit: float
 ) -> Row:
     """The parameter whose error is largest beside autocast's."""
-    mean = truth.grad_norm / sqrt(max(1, sum(g.numel() for g in truth.gradients.values())))
     least = ROUTED / FACTOR if has_router(document) else unit
     worst = ("gradients", "", "", -1.0, FACTOR, "")
     for path, exact in truth.gradients.items():
-        size = max(float(exact.norm()), TINY * mean * sqrt(exact.numel()), 1e-30)
+        size = max(float(exact.norm()), TINY * truth.mean_gradient * sqrt(exact.numel()), 1e-30)
         expected = float((yardstick.gradients[path] - exact).norm()) / size if path in yardstick.gradients else 0.0
         found = float((gradients[path] - exact).norm().nan_to_num(nan=float("inf"))) / size if path in gradients else float("inf")
         ratio = found / max(expected, least)
@@ -91,7 +90,7 @@ def weight_row(
 ) -> Row:
     """The parameter with the element that is furthest off after the update."""
     worst, name, compared, total = 0.0, "", 0, 0
-    least = NOISE * truth.grad_norm / sqrt(max(1, sum(g.numel() for g in truth.gradients.values())))
+    least = NOISE * truth.mean_gradient
     for path, exact in truth.weights.items():
         gradient = truth.gradients[path]
         if len(truth.losses) == 1:

@@ -227,14 +227,9 @@ def run_parallel(plan_dir: Path, batches: Sequence[Mapping[str, torch.Tensor]], 
     return Parallel(metrics.loss, metrics.grad_norm, gradients, engine.state_dict(), tuple(step.loss for step in steps))
 
 
-def mean_gradient(reference: Reference) -> float:
-    """Root mean square of the gradient's elements over the whole model."""
-    return reference.grad_norm / sqrt(max(1, sum(g.numel() for g in reference.gradients.values())))
-
-
 def compare_gradients(reference: Reference, found: Parallel, tolerance: float) -> Finding:
     """The parameter whose gradient is furthest off."""
-    mean = mean_gradient(reference)
+    mean = reference.mean_gradient
     least = NOTHING * max((float(g.norm()) for g in reference.gradients.values()), default=0.0)
     worst, name = -1.0, ""
     for path, truth in reference.gradients.items():
@@ -262,7 +257,7 @@ def compare_norms(reference: Reference, found: Parallel, tolerance: float) -> Fi
 
 def compare_weights(reference: Reference, found: Parallel, tolerance: float) -> Finding:
     """The parameter with the element that is furthest off after the update."""
-    noise = NOISE * mean_gradient(reference)
+    noise = NOISE * reference.mean_gradient
     worst, name, compared, total = -1.0, "", 0, 0
     for path, truth in reference.weights.items():
         clear = reference.gradients[path].abs() > noise

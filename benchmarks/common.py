@@ -75,6 +75,22 @@ def clip(parameters: Iterable[Tensor], norm: Tensor) -> None:
             parameter.grad.mul_(scale)
 
 
+def update_together(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, square: Tensor, loss: Tensor) -> tuple[float, float]:
+    """Adds up what ranks have of the squared norm and of the loss, clips, updates and zeroes; (loss, norm before clipping)."""
+    totals = torch.stack([square, loss])
+    dist.all_reduce(totals)
+    norm = totals[0].sqrt()
+    clip(parameters, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(totals[1]), float(norm)
+
+
+def squares(parameters: Iterable[Tensor]) -> Tensor:
+    """The squared norm of gradients."""
+    return sum((p.grad.square().sum() for p in parameters if p.grad is not None), torch.zeros(()))
+
+
 def update(model: Module, optimizer: torch.optim.Optimizer) -> float:
     """Clips, updates and zeroes; the gradient norm before clipping."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -182,7 +182,7 @@ def run_job(job: Job, micro_batches: Sequence[int]) -> Found:
             "single": expected.single,
         }
     steps = [engine.train_step(batch).loss for batch in batches(STEP_MICRO_BATCHES * mesh.dp, seq, STEPS)]
-    engine.gradients()  # ends the batch under way, whose messages another engine of this process would take for its own
+    engine.gradients()  # ends the batch under way
     asynchronous = engine.plan.schedule == ASYNCHRONOUS
     order = endless_order(mesh.pp, STEP_MICRO_BATCHES, STEPS) if asynchronous else plan_order(engine.plan, STEP_MICRO_BATCHES)
     compare_in_flight(STEP_MICRO_BATCHES, order)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.benchmarks.common import ROWS, SEQ, adamw, clip, load_model, measure, start
+from meshwright.benchmarks.common import ROWS, SEQ, adamw, load_model, measure, squares, start, update_together
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -188,15 +187,8 @@ def step(ids: Tensor) -> tuple[float, float]:
         forward_only=False,
     )
     owned = [p for p in parameters if getattr(p, "tensor_model_parallel", False) or tp_rank == 0]
-    square = sum((p.grad.square().sum() for p in owned if p.grad is not None), torch.zeros(()))
     loss = torch.stack([entry["loss"] for entry in found]).mean() if found else torch.zeros(())
-    totals = torch.stack([square, loss / tp])
-    dist.all_reduce(totals)
-    norm = totals[0].sqrt()
-    clip(parameters, norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(totals[1]), float(norm)
+    return update_together(parameters, optimizer, squares(owned), loss / tp)
 
 
 measure(step)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from transformers import LlamaForCausalLM
 
-from meshwright.benchmarks.common import adamw, clip, load_model, measure, next_token_loss, start
+from meshwright.benchmarks.common import adamw, load_model, measure, next_token_loss, squares, start, update_together
 
 RANKS = 2
 MICRO_BATCHES = 4
@@ -65,18 +64,8 @@ def step(ids: Tensor) -> tuple[float, float]:
         schedule.step(*inputs, target=ids, losses=losses)
     else:
         schedule.step(*inputs)
-    totals = torch.stack(
-        [
-            sum((p.grad.square().sum() for p in parameters if p.grad is not None), torch.zeros(())),
-            torch.stack(losses).mean().detach() if losses else torch.zeros(()),
-        ]
-    )
-    dist.all_reduce(totals)
-    norm = totals[0].sqrt()
-    clip(parameters, norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(totals[1]), float(norm)
+    loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+    return update_together(parameters, optimizer, squares(parameters), loss)
 
 
 measure(step)
