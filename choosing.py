@@ -223,7 +223,7 @@ def write_document(
     precision_ops: Mapping[str, str],
 ) -> PlanDocument:
     """All decisions and predictions as the plan."""
-    collectives = collective_seconds(pricing)
+    collectives, costs = collective_seconds(pricing), segment_costs(pricing)
     declared, assignment, kinds = setting.declaration, chosen.assignment, chosen.assignment.kinds
     signature = Signature.model_validate(captured.signature)
     document = read_plan({
@@ -267,13 +267,13 @@ def write_document(
             name: {"segments": compress([s.name for s in kind.members]), "layouts": write_layouts(assignment, name)}
             for name, kind in kinds.by_name.items()
         },
-        "recomputed": recomputed_of(pricing, choice.stages.stages),
+        "recomputed": recomputed_of(pricing, costs, choice.stages.stages),
         "pinned": [*stage_pins(choice.stages, pricing, setting), *pin_names(kinds, chosen.pins)],
         "notes": [*captured.graph.notes, *chosen.notes],
         "predicted": {
             **predicted(choice.stages, setting),
             "collectives": {n: t * setting.micro_batches for n, t in collectives.items()},
-            "activations": compress_mapping(kept_of_segments(pricing, choice.stages.stages)),
+            "activations": compress_mapping(kept_of_segments(costs, choice.stages.stages)),
         },
     })
     validate(document, signature)

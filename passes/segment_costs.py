@@ -111,12 +111,12 @@ def allowed(pricing: Pricing) -> dict[str, tuple[Recomputation, ...]]:
     return recomputations(pricing.regions, pricing.recompute, pricing.recomputed)
 
 
-def recomputed_of(pricing: Pricing, stages: Sequence[StageCost]) -> list[dict[str, object]]:
+def recomputed_of(pricing: Pricing, segments: Sequence[SegmentCost], stages: Sequence[StageCost]) -> list[dict[str, object]]:
     """`recomputed` of a plan: for every run of segments that do the same, the regions, what one frees and what it costs."""
     wanted = allowed(pricing)
     kinds = pricing.assignment.kinds
     nothing = footprints(pricing.regions, {s.name: (NOTHING,) for s in kinds.graph.segments})
-    costs = {s.name: s for s in segment_costs(pricing)}
+    costs = {s.name: s for s in segments}
     kind_of = {s.name: s.kind for s in kinds.graph.segments}
     rows: dict[tuple[int, str, Recomputation, int, float], list[str]] = {}
     for stage, cost in enumerate(stages):
@@ -131,9 +131,9 @@ def recomputed_of(pricing: Pricing, stages: Sequence[StageCost]) -> list[dict[st
     ]
 
 
-def kept_of_segments(pricing: Pricing, stages: Sequence[StageCost]) -> dict[str, int]:
+def kept_of_segments(segments: Sequence[SegmentCost], stages: Sequence[StageCost]) -> dict[str, int]:
     """Bytes that autograd keeps for each segment and micro-batch."""
-    costs = {s.name: s for s in segment_costs(pricing)}
+    costs = {s.name: s for s in segments}
     taken = {name: costs[name].ways[number] for stage in stages for name, number in zip(stage.segments, stage.taken, strict=True)}
     return {name: way.own_bytes + sum(way.shared.values()) for name, way in taken.items()}
 
