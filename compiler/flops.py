@@ -21,22 +21,13 @@ from math import prod
 from meshwright.compiler.graph import Op, Ref, Value
 from meshwright.compiler.hardware import Hardware
 from meshwright.compiler.measured_ops import measured_as, measured_s
+from meshwright.compiler.views import CUTS, VIEWS
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 """Bytes of one element."""
-
-VIEWS = frozenset({
-    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "permute", "transpose", "t", "numpy_T", "expand",
-    "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind", "detach", "alias", "view_as",
-    "reshape_as", "_unsafe_view", "movedim", "swapaxes", "swapdims", "diagonal", "unfold",
-})  # fmt: skip
-"""Short names of ops that look at memory another way. (`reshape` may copy; in the models' attention it does not.)"""
-
-CUTS = frozenset({"expand", "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"})
-"""Views whose gradient is a tensor of its own."""
 
 ATTENTION_BACKWARD = 2.5
 

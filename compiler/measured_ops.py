@@ -14,6 +14,7 @@ from math import prod
 
 from meshwright.compiler.graph import Op, Value
 from meshwright.compiler.hardware import Hardware, read_seconds
+from meshwright.compiler.views import CUTS, VIEWS
 
 BROADCAST = "broadcast"
 """A product with an operand that is repeated, as a norm's weight: its gradient is summed."""
@@ -33,13 +34,14 @@ _LIKE = {
     "softmax": "log_softmax _softmax _log_softmax",
     "layer_norm": "native_layer_norm rms_norm group_norm native_group_norm batch_norm",
     "cat": "stack repeat roll flip pad constant_pad_nd repeat_interleave",
-    "slice": "select split split_with_sizes chunk narrow unbind expand expand_as unfold diagonal",
+    "slice": f"unfold diagonal {' '.join(sorted(CUTS))}",
     "embedding": "index gather index_select index_add scatter scatter_add index_put take_along_dim",
     "cross_entropy_sum": "",
-    VIEW: "view reshape flatten unflatten squeeze permute transpose t numpy_T detach alias view_as reshape_as _unsafe_view movedim "
-          "swapaxes swapdims",
 }  # fmt: skip
-LIKE: Mapping[str, str] = {name: like for like, names in _LIKE.items() for name in (like, *names.split())}
+LIKE: Mapping[str, str] = {
+    **dict.fromkeys(VIEWS, VIEW),
+    **{name: like for like, names in _LIKE.items() for name in (like, *names.split())},
+}
 """By short name of an op: the measured op that it is taken for. What is not listed is taken for an addition."""
 BY_FLOPS = frozenset(("linear", "scaled_dot_product_attention"))
 

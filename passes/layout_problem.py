@@ -23,12 +23,13 @@ from math import prod
 
 from meshwright.compiler.assignment import Legal, OpClass, illegal
 from meshwright.compiler.costs import conversion_s
-from meshwright.compiler.flops import VIEWS, op_time_s, short_name, value_bytes
+from meshwright.compiler.flops import op_time_s, short_name, value_bytes
 from meshwright.compiler.graph import Parameter, Value
 from meshwright.compiler.hardware import Hardware, Link
 from meshwright.compiler.kinds import Kinds, relative
 from meshwright.compiler.labels import SEQUENCE, label_values
 from meshwright.compiler.rules.factors import Strategy
+from meshwright.compiler.views import VIEWS
 from meshwright.passes.segment_costs import linear_input, what_is_saved
 from meshwright.passes.solver_layout import Choice, Edge, Option
 from meshwright.plans.errors import InputError
