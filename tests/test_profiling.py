@@ -16,7 +16,7 @@ from meshwright.plans.mesh import Mesh
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "EFFORT", op_profile.Effort(0.005, 1 << 14))
+    monkeypatch.setattr(profiling, "EFFORT", op_profile.Effort(0.005, 1 << 18))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
@@ -29,7 +29,7 @@ def test_two_ranks_are_started_and_their_collectives_are_in_the_file(tmp_path: P
     assert link.measured_ranks == 2
     assert {name for name, _ in link.measured} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
     assert all_reduce_s(1 << 20, 2, link) == pytest.approx(link.seconds("all-reduce", 1 << 20) or 0)
-    assert reduce_scatter_s(1 << 24, 4, link) >= reduce_scatter_s(1 << 12, 4, link) > 0
+    assert reduce_scatter_s(1 << 24, 4, link) > reduce_scatter_s(1 << 12, 4, link) > 0
     assert hardware.device.op_overhead_s > 0
     assert hardware.device.matmul_s(2.0 * 16**3, "float32") < hardware.device.matmul_s(2.0 * 64**3, "float32")
 
