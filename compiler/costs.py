@@ -204,15 +204,11 @@ def conversion_s(
 ) -> tuple[float, float]:
     """(forward, backward) seconds that turn `source` into `target` on one axis; `global_bytes` are those of the whole tensor.
 
-    What is gathered for a linear is kept as its slice and gathered again in backward, beside the matmul of the input's gradient:
-    that costs time only on a link whose collectives do not overlap. Backward is 0 when no gradient flows. Nothing costs anything
-    on one rank.
+    Backward is 0 when no gradient flows. Nothing costs anything on one rank.
     """
     if ranks == 1:
         return 0.0, 0.0
     pair = conversion(source, target)
     forward = CONVERSION_COSTS[pair.forward](global_bytes, ranks, link)
     backward = CONVERSION_COSTS[pair.backward](global_bytes, ranks, link) if requires_grad else 0.0
-    if requires_grad and (source.kind, target.kind) == ("S", "R") and not link.overlaps:
-        backward += all_gather_s(global_bytes, ranks, link)
     return forward, backward

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshwright.compiler.flops import MATMULS, matmul_flops, short_name
 from meshwright.compiler.graph import Value
 from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.rules.factors import Call, Factors
@@ -50,6 +51,29 @@ def label_values(kinds: Kinds) -> dict[str, Labels]:
     return labels
 
 
+def added_products(kinds: Kinds) -> frozenset[tuple[str, int]]:
+    """Op classes of matmuls whose result becomes part of what layers hand on, through ops that keep its last dim: the hidden size."""
+    graph = kinds.graph
+    found = set()
+    for kind in kinds.by_name.values():
+        segment = kind.representative
+        own = {r.name: i for i in segment.ops for r in graph.ops[i].results}
+        reached = [v for v in kinds.result_values(segment) if segment.prefix and v.requires_grad and len(v.shape) > 2]
+        seen = {v.name for v in reached}
+        while reached:
+            value = reached.pop()
+            i = own.get(value.name)
+            if i is None:
+                continue
+            if matmul_flops(graph.ops[i], graph.values):
+                found.add(kinds.class_of_op[i])
+                continue
+            sources = [graph.values[name] for name in graph.ops[i].operands if name not in seen and name not in graph.parameter_of]
+            reached += [v for v in sources if v.requires_grad and v.shape[-1:] == value.shape[-1:]]
+            seen.update(v.name for v in sources)
+    return frozenset(found)
+
+
 def with_hidden(labels: Labels) -> Labels:
     """Labels of a value that layers hand on."""
     return (*labels[:-1], labels[-1] | {HIDDEN}) if len(labels) > 2 else labels
@@ -77,10 +101,14 @@ def labels_of(labels: Mapping[str, Labels], value: Value) -> Labels:
 
 
 def banned_factors(call: Call, labels: dict[str, Labels], banned: frozenset[str]) -> frozenset[str]:
-    """Factors of an op that carry a banned label. A sum over the hidden size is not banned, a result sliced along it is."""
+    """Factors of an op that carry a banned label. Of the hidden size, a product's sum over it is not banned: a result sliced along it is,
+    and so is a norm's sum, which would take an all-reduce of its own."""
     factors = factors_of(call)
     if factors is None:
         return NONE
     found = factor_labels(factors, tuple(labels_of(labels, v) for v in call.operands))
     kept = {name for dims in factors.results for name in dims}
-    return frozenset(name for name, label in found.items() if label & banned and (label & banned != {HIDDEN} or name in kept))
+    product = short_name(call.op) in MATMULS
+    return frozenset(
+        name for name, label in found.items() if label & banned and (label & banned != {HIDDEN} or name in kept or not product)
+    )

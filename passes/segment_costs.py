@@ -16,14 +16,15 @@ from dataclasses import dataclass
 
 from meshwright.compiler.assignment import TRAFFIC, Assignment
 from meshwright.compiler.costs import all_to_all_s, conversion_s
-from meshwright.compiler.emission.columns import column_of, is_gathered
+from meshwright.compiler.emission.columns import column_groups
 from meshwright.compiler.experts import EP
 from meshwright.compiler.flops import ITEM_BYTES, op_time_s, short_name, value_bytes
-from meshwright.compiler.graph import Graph, Op, Segment
-from meshwright.compiler.hardware import Hardware, Link
+from meshwright.compiler.graph import Op, Segment
+from meshwright.compiler.hardware import Hardware
 from meshwright.compiler.recomputation import NOTHING, Recomputation, write_regions
 from meshwright.passes.choose_regions import Regions
 from meshwright.passes.choose_stages import SegmentCost, StageCost
+from meshwright.passes.overlap import linear_input, linear_input_s, matmuls
 from meshwright.passes.recompute_options import again_s, footprints, option, recomputations
 from meshwright.passes.segment_graph import crossing, segment_graph, topological
 from meshwright.passes.solver_recompute import Option
@@ -149,49 +150,36 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
     """(forward, backward) seconds of one micro-batch through a segment."""
     assignment = pricing.assignment
     graph = assignment.kinds.graph
-    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
     forward = backward = 0.0
     for position, i in enumerate(segment.ops):
         op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
         split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
         cost = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
         forward, backward = forward + cost[0], backward + cost[1]
-    hidden = hidden_seconds(pricing, segment)
-    for name, source, target in kind_conversions(assignment, segment):
-        size, requires_grad = pricing.local_bytes(name, I), graph.values[name].requires_grad
-        pair = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
-        after = exposed_s(source, len(graph.values[name].shape), pair[1], hidden.get(name, 0.0), link) if target == R else pair[1]
-        forward, backward = forward + pair[0], backward + after
+    for before, after in conversion_seconds(pricing, segment).values():
+        forward, backward = forward + before, backward + after
     moves = expert_moves_s(pricing, segment.kind)
     forward, backward = forward + moves, backward + moves
     return forward, backward
 
 
-def linear_input(op: Op, graph: Graph) -> str | None:
-    """The input of a linear with a trained weight, whose gradient can be computed beside a collective (ops.column_linear); or None."""
-    column = column_of(op)
-    if column is None or column.weight not in graph.parameter_of or not graph.values[column.weight].requires_grad:
-        return None
-    return column.x
-
-
-def hidden_seconds(pricing: Pricing, segment: Segment) -> dict[str, float]:
-    """Seconds of weight gradients that run beside the collective on the gradient of a linear's input, by that input."""
+def conversion_seconds(pricing: Pricing, segment: Segment) -> dict[tuple[str, Type, Type], tuple[float, float]]:
+    """(forward, backward) seconds of every conversion in a kind's function, without what hides beside the matmuls of linears."""
     assignment, graph = pricing.assignment, pricing.assignment.kinds.graph
-    found: dict[str, float] = {}
-    for position, i in enumerate(segment.ops):
-        op, strategy = graph.ops[i], assignment.strategies[segment.kind, position]
-        x = linear_input(op, graph)
-        if x is not None and strategy.operands[op.operands.index(x)] == R:
-            split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
-            seconds = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)[1] / 2
-            found[x] = found.get(x, 0.0) + seconds
+    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
+    beside = {
+        linear_input(ops[0], graph): matmuls(ops, graph, assignment.ranks, pricing.hardware)
+        for positions in column_groups(assignment, segment.kind).values()
+        if (ops := [graph.ops[segment.ops[position]] for position in positions])
+    }
+    found = {}
+    for name, source, target in kind_conversions(assignment, segment):
+        value, size = graph.values[name], pricing.local_bytes(name, I)
+        if target == R and name in beside:
+            found[name, source, target] = linear_input_s(source, len(value.shape), size, assignment.ranks, link, beside[name])
+        else:
+            found[name, source, target] = conversion_s(source, target, size, assignment.ranks, link, value.requires_grad)
     return found
-
-
-def exposed_s(source: Type, rank: int, backward_s: float, hidden_s: float, link: Link) -> float:
-    """What is left of the backward collective of a linear's input of `rank` dims beside weight gradients of `hidden_s`."""
-    return max(0.0, backward_s - hidden_s) if link.overlaps and is_gathered(source, rank) else backward_s
 
 
 def weight_seconds(pricing: Pricing, segment: Segment) -> float:

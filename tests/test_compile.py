@@ -52,18 +52,20 @@ def test_llama_is_sharded_as_megatron_does_by_hand() -> None:
     assert "is_causal=True" in program
 
 
-def test_real_shapes_take_sequence_parallelism_with_megatrons_collectives(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hardware", "precision"), [("h100", "fp32"), ("h100", "bf16"), ("cpu", "fp32")])
+def test_real_shapes_take_sequence_parallelism_with_megatrons_collectives(tmp_path: Path, hardware: str, precision: str) -> None:
     """Two gathers and two reduce-scatters a layer and direction (Korthikanti et al., section 4.2.2)."""
-    plan = compile(llama_8b(tmp_path), mesh="tp=8", seq=4096, hardware="h100")
+    options = {"mesh": "tp=8", "seq": 4096, "hardware": hardware, "precision": precision}
+    plan = compile(llama_8b(tmp_path), **options)
     layer = plan.programs["stage_0.py"].split("def run_layer")[1].split("def ")[0]
     assert len(re.findall("# all-gather; backward reduce-scatter", layer)) == 2
     assert len(re.findall("# reduce-scatter; backward all-gather", layer)) == 2
-    assert "all-reduce" not in layer
-    off = compile(llama_8b(tmp_path), mesh="tp=8", seq=4096, hardware="h100", sequence_parallel="off")
+    assert "all-reduce" not in layer and "all-to-all" not in layer
+    off = compile(llama_8b(tmp_path), sequence_parallel="off", **options)
     layer = off.programs["stage_0.py"].split("def run_layer")[1].split("def ")[0]
     assert len(re.findall("# all-reduce; backward identity", layer)) == 2
     assert len(re.findall("# identity; backward all-reduce", layer)) == 2
-    assert "all-gather" not in layer and "reduce-scatter" not in layer
+    assert "all-gather" not in layer and "reduce-scatter" not in layer and "all-to-all" not in layer
 
 
 def test_gpt2_packed_projection_is_sharded_by_head() -> None:

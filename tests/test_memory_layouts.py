@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 
 from meshwright.compiler.hardware import Link
-from meshwright.passes.segment_costs import exposed_s
+from meshwright.passes.overlap import Beside, linear_input_s
 from meshwright.passes.solver_layout import solve_assignment
 from meshwright.plan import Plan, compile
 from meshwright.plans.errors import InputError
-from meshwright.plans.layout import I, R, shard
+from meshwright.plans.layout import I, shard
 from meshwright.tests.parity import build
 from meshwright.tests.test_solver_layout import Problem
 
@@ -66,9 +67,13 @@ def held(kept: list[list[int]], answer: tuple[int, ...]) -> int:
     return sum(row[o] for row, o in zip(kept, answer, strict=True))
 
 
-def test_a_linears_backward_collective_counts_for_what_is_longer_than_its_weight_gradients() -> None:
-    beside, alone = Link(0.0, 1e9), Link(0.0, 1e9, overlaps=False)
-    assert exposed_s(I, 3, 3.0, 2.0, beside) == exposed_s(shard(1), 3, 3.0, 2.0, beside) == 1.0
-    assert exposed_s(I, 3, 1.0, 2.0, beside) == 0.0
-    assert exposed_s(I, 3, 3.0, 2.0, alone) == 3.0
-    assert exposed_s(R, 3, 3.0, 2.0, beside) == exposed_s(shard(2), 3, 3.0, 2.0, beside) == 3.0
+def test_a_linears_collectives_count_for_what_is_longer_than_the_matmuls_beside_them() -> None:
+    """Sequence parallelism of 8 bytes on 2 ranks: a gather or scatter takes 4 s, an all-reduce 8 s."""
+    beside, alone = Link(0.0, 1.0), Link(0.0, 1.0, overlaps=False)
+    cost = partial(linear_input_s, rank=3, global_bytes=8, ranks=2)
+    assert cost(shard(1), link=beside, beside=Beside(3.0, 1.0)) == (4.0, (4 - 1) + (4 - 3))
+    assert cost(shard(1), link=beside, beside=Beside(9.0, 9.0)) == (4.0, 0.0)
+    assert cost(shard(1), link=alone, beside=Beside(9.0, 9.0)) == (4.0, 8.0)
+    assert cost(I, link=beside, beside=Beside(9.0, 3.0)) == (0.0, 5.0) and cost(I, link=alone, beside=Beside(9.0, 3.0)) == (0.0, 8.0)
+    assert cost(shard(1), link=beside, beside=Beside(9.0, 0.0)) == (4.0, 4.0)  # a frozen weight: its input is not gathered again
+    assert cost(shard(2), link=beside, beside=Beside(9.0, 9.0)) == (4.0, 4.0)  # cut along what is contracted: no one call
