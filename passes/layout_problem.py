@@ -6,9 +6,9 @@ passes.choose_layouts states the problem; `Builder` writes it down. Costs are se
     conversions   both collectives. Of those that a linear's input needs in backward only what its matmuls do not hide (passes.overlap),
                   taking all linears that read it there to be sharded by their columns. What is gathered for another op is kept whole: where
                   links do not overlap that counts like a second gather, or gathers would move away from linears to save it
-    products      whose result is added to what layers hand on are not sliced along the hidden size, unless pinned so or where the contracted
-                  dim does not divide. A gather before such a product can hide where a reduce-scatter behind it cannot: in FP32 that would
-                  look 0.2% faster on 8 h100 than Megatron's layout, on the strength of an overlap that costs the matmul nothing
+    products      whose result is added to what layers hand on are not sliced along the hidden size, unless pinned so or where no contracted
+                  dim divides. A gather before such a product can hide where a reduce-scatter behind it cannot: in FP32 that would look
+                  0.2% faster on 8 h100 than Megatron's layout, on the strength of an overlap that costs the matmul nothing
     memory        `memory_price` seconds for every byte that a rank keeps: parameters with gradient and moments (4 bytes kept per byte), and
                   what autograd keeps of each op, as often as micro-batches are in flight. 0 unless a memory limit binds: then it is a
                   Lagrange multiplier of that constraint, so of all layouts that keep no more bytes the chosen ones are fastest
