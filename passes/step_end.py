@@ -3,7 +3,8 @@
     Holding        fp32 parameters and gradients, 4 bytes each, and AdamW's two moments, 8, per element; ZeRO 1 shards the moments over
                    dp, 2 the gradients too (whole while several micro-batches add up, as the runtime does), 3 the parameters too
                    (Rajbhandari et al., arXiv 1910.02054, section 5). In 16 bits another 2 for the values that programs read; the
-                   FP32 parameters are then masters, which ZeRO 1 shards already. Sizes are those in FP32
+                   FP32 parameters are then masters, which ZeRO 1 shards already, and gradients are in the type of their sums. Sizes
+                   are those in FP32
     sums           ZeRO 0: one all-reduce of the gradients; 1 and 2: reduce-scatter and all-gather, the same bytes; 3: for every
                    micro-batch two all-gathers and one reduce-scatter (1.5 times the bytes, section 7)
     overlap        where collectives run beside matmuls, the sums of the last micro-batch hide behind its backward: only what is left counts
@@ -46,9 +47,10 @@ class Holding:
         return self.copies * (masters + (0 if self.zero >= 3 else size_bytes * self.value_bytes // FP32_BYTES))
 
     def gradients(self, size_bytes: int) -> int:
-        """Bytes for their gradients."""
+        """Bytes for their gradients, which 16-bit values have in the type of the sums."""
         whole = self.zero < 2 or (self.zero == 2 and self.micro_batches > 1)
-        return self.copies * (size_bytes if whole else self.sharded(size_bytes))
+        kept = size_bytes if whole else self.sharded(size_bytes)
+        return self.copies * (kept * self.sum_bytes // FP32_BYTES if self.value_bytes < FP32_BYTES else kept)
 
     def optimizer(self, size_bytes: int) -> int:
         """Bytes for their moments."""

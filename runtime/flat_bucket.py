@@ -10,8 +10,9 @@
 (Rajbhandari et al., arXiv 1910.02054, section 5.) A bucket of one replica is as with 0.
 
 In a 16-bit plan `values` are the 16-bit numbers that programs read. What a rank owns it holds in FP32 too (`own_values`, the masters):
-those are loaded, updated and saved, and rounded to `values` after every update, before the replicas' are gathered. Gradients are FP32:
-a leaf's `.grad` is (torch's grad_dtype), and what autograd brings is widened as it is added.
+those are loaded, updated and saved, and rounded to `values` after every update, before the replicas' are gathered. Gradients are in the
+type that they are summed in over the replicas, FP32 or bf16, as in Megatron-Core: a leaf's `.grad` is (torch's grad_dtype), and what
+autograd brings is converted as it is added.
 
 Leaves have storage offsets into `values` and a version counter of their own: freeing, gathering and updating do not
 disturb what autograd has saved. A storage that is freed keeps its identity and gets new memory when it is gathered.
@@ -36,6 +37,11 @@ class Numbers:
 
     values: torch.dtype = torch.float32
     sums: torch.dtype = torch.float32
+
+    @property
+    def gradients(self) -> torch.dtype:
+        """Of gradients while micro-batches add up: that of FP32 values, else that of their sums."""
+        return torch.float32 if self.values == torch.float32 else self.sums
 
 
 @dataclass
@@ -78,8 +84,9 @@ class FlatBucket:
         self.has_masters = numbers.values != torch.float32
         apart = self.zero == 3 or self.has_masters
         self.own_values = torch.zeros(num_own, device=device) if apart else self.values[slice(*self.own)]
-        self.gradients = torch.zeros(spec.size, device=device) if self.zero < 2 else None
-        self.own_gradients = torch.zeros(num_own, device=device) if self.gradients is None else self.gradients[slice(*self.own)]
+        kind = numbers.gradients
+        self.gradients = torch.zeros(spec.size, dtype=kind, device=device) if self.zero < 2 else None
+        self.own_gradients = torch.zeros(num_own, dtype=kind, device=device) if self.gradients is None else self.gradients[slice(*self.own)]
         self._gathered = gathered
         self._arriving: Pending | None = None
         self.leaves = {span.parameter.name: self._leaf(span) for span in spec.spans}
@@ -172,7 +179,7 @@ class FlatBucket:
     def allocate_gradients(self, into: Amount) -> None:
         """Room for the gradients of a backward, where they are not kept."""
         if self.gradients is None:
-            self.gradients = torch.zeros(self.spec.size, device=self.own_values.device)
+            self.gradients = torch.zeros(self.spec.size, dtype=self._numbers.gradients, device=self.own_values.device)
             into.add(self.gradients.nbytes)
             self._point_at(self.gradients)
 
@@ -215,7 +222,7 @@ class FlatBucket:
         empty = torch.empty(0, dtype=self.values.dtype, device=self.values.device)
         leaf = empty.set_(self.values.untyped_storage(), place, span.shape, strides).requires_grad_()
         if self.has_masters:
-            leaf.grad_dtype = torch.float32
+            leaf.grad_dtype = self._numbers.gradients
         return leaf
 
     def _point_at(self, gradients: Tensor) -> None:

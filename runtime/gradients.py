@@ -1,7 +1,7 @@
 """A rank's parameters and their gradients, flat: buckets of them (runtime.buckets), of which ZeRO may keep shards only.
 
 Every trainable parameter is a leaf into a bucket's values, its `.grad` a view of the bucket's gradients, into which autograd
-accumulates in FP32 over the micro-batches. Gradients are completed by plain sums:
+accumulates over the micro-batches, in FP32 (with 16-bit values in the type of their sums). Gradients are completed by plain sums:
 
     over dp (edp)                              every parameter: by an all-reduce (ZeRO 0) or a reduce-scatter to the shards that
                                                replicas update (ZeRO 1 to 3); over cp too
@@ -38,7 +38,7 @@ from meshwright.runtime.residency import Residency
 ROW = 4096
 """Elements whose squares are summed in FP32, before FP64."""
 BLOCK = 1 << 22
-"""Elements that one sum over tp takes."""
+"""Elements that one sum over tp takes, or one update of narrower gradients."""
 FP32 = Numbers()
 Tied = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Group of this rank and its peers on other stages, by the stages that share a parameter."""
@@ -124,8 +124,8 @@ class FlatParameters:
         return self._shares(lambda b, at: b.own_values if of is None else of[at : at + len(b.own_values)])
 
     def gradient_parts(self) -> dict[str, Tensor]:
-        """The same of gradients."""
-        return self._shares(lambda bucket, _: bucket.own_gradients)
+        """The same of gradients, in FP32."""
+        return {name: part.float() for name, part in self._shares(lambda bucket, _: bucket.own_gradients).items()}
 
     def _shares(self, of: Callable[[FlatBucket, int], Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -265,7 +265,7 @@ class FlatParameters:
         def finish() -> None:
             wait()
             if self._sums is not None:
-                size = 4 * bucket.spec.size
+                size = bucket.spec.size * bucket.own_gradients.element_size()
                 self._sums.append(TimedSum(bucket.spec.spans[0].parameter.name, size, start_s, time.perf_counter()))
 
         self._reducing = finish
@@ -292,8 +292,8 @@ class FlatParameters:
 def _square_sum(x: Tensor) -> Tensor:
     """Sum of squares: FP32 within rows, FP64 between them, in one pass over x."""
     whole = x.numel() - x.numel() % ROW
-    norms = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1)
-    total: Tensor = norms.double().square().sum() + torch.linalg.vector_norm(x[whole:]).double().square()
+    norms = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    total: Tensor = norms.double().square().sum() + torch.linalg.vector_norm(x[whole:], dtype=torch.float32).double().square()
     return total
 
 

@@ -8,7 +8,8 @@ are settings of their own for parameters by name, the first that matches counts:
 
 `loss_scale` is of plans in fp16: {"initial": 65536, "growth": 2, "backoff": 0.5, "interval": 2000} (runtime.loss_scale).
 
-States are flat buffers of as many elements as the rank updates, so that each parameter has its place in them.
+States are flat buffers of as many elements as the rank updates, so that each parameter has its place in them. Gradients of 16 bits
+(`--reduce-dtype bf16` of a 16-bit plan) are widened for the update, BLOCK elements at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwright.plans.errors import InputError
-from meshwright.runtime.gradients import Chunk
+from meshwright.runtime.gradients import BLOCK, Chunk
 from meshwright.runtime.kernels import ENABLED
 from meshwright.runtime.loss_scale import DEFAULT, ScaleOptions, read_scale_options
 
@@ -145,14 +146,29 @@ class Optimizer:
         self._num_steps = 0
         self._chunks = [chunk for chunk in chunks if chunk.values.numel()]
         self._by_kernel = ENABLED and options.name == "adamw" and device.type == "cuda"
-        self._torch = None if self._by_kernel else self._build(self._chunks)
+        self._torch: list[torch.optim.Optimizer] = []
+        self._narrow: list[tuple[torch.optim.Optimizer, Tensor, Tensor]] = []
+        if self._by_kernel or not self._chunks:
+            return
+        if self._chunks[0].gradients.dtype == self._chunks[0].values.dtype:
+            self._torch.append(self._build(self._chunks))
+            return
+        for piece in _pieces(self._chunks):
+            built = self._build([piece])
+            (value,) = built.param_groups[0]["params"]
+            self._narrow.append((built, value, piece.gradients))
 
     def step(self, lr: float) -> None:
         """One update with this learning rate."""
-        if self._torch is not None:
-            for group in self._torch.param_groups:
+        for built in (*self._torch, *(built for built, _, _ in self._narrow)):
+            for group in built.param_groups:
                 group["lr"] = lr * self.options.groups[group["group"]].lr_scale
-            self._torch.step()
+        for built in self._torch:
+            built.step()
+        for built, value, gradients in self._narrow:
+            value.grad = gradients.to(value.dtype)
+            built.step()
+            value.grad = None
         if self._by_kernel:
             self._kernel_step(lr)
 
@@ -175,15 +191,13 @@ class Optimizer:
     def num_bytes(self) -> int:
         return sum(state.nbytes for state in self.states.values())
 
-    def _build(self, chunks: Sequence[Chunk]) -> torch.optim.Optimizer | None:
-        if not chunks:
-            return None
+    def _build(self, chunks: Sequence[Chunk]) -> torch.optim.Optimizer:
         values = [chunk.values.detach().requires_grad_() for chunk in chunks]
         kind = torch.optim.AdamW if self.options.name == "adamw" else torch.optim.SGD
         groups = [self._settings(i, [v for v, c in zip(values, chunks, strict=True) if c.group == i]) for i in _in_use(chunks)]
         built = kind(groups, lr=self.options.lr, fused=True, **dict(self.options.values))  # type: ignore[arg-type]
         for value, chunk in zip(values, chunks, strict=True):
-            value.grad = chunk.gradients
+            value.grad = chunk.gradients if chunk.gradients.dtype == value.dtype else None
             built.state[value].update({n: s[chunk.start : chunk.start + len(value)] for n, s in self.states.items()})
             if self.options.name == "adamw":
                 self._steps.append(torch.zeros((), device=value.device))
@@ -194,6 +208,14 @@ class Optimizer:
         """torch's settings of a group."""
         decay = self.options.groups[group].weight_decay
         return {"params": values, "group": group, **({} if decay is None else {"weight_decay": decay})}
+
+
+def _pieces(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """The chunks in runs of BLOCK elements at most."""
+    for chunk in chunks:
+        for low in range(0, len(chunk.values), BLOCK):
+            part = slice(low, low + BLOCK)
+            yield Chunk(chunk.group, chunk.values[part], chunk.gradients[part], chunk.start + low)
 
 
 def _in_use(chunks: Sequence[Chunk]) -> list[int]:

@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat FP32 tensors, in one pass: reads parameter, gradient and both moments, writes all
-but the gradient. Equal to torch.optim.AdamW, to rounding.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on flat tensors, in one pass: reads parameter, gradient and both moments, writes all but
+the gradient. FP32, but for the gradient, which may be 16-bit. Equal to torch.optim.AdamW, to rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _adamw(p, g, m, v, size, lr, beta1, beta2, eps, decay, correction1, root2, B
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     value = tl.load(p + at, mask=inside, other=0.0)
-    grad = tl.load(g + at, mask=inside, other=0.0)
+    grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     first = tl.load(m + at, mask=inside, other=0.0)
     second = tl.load(v + at, mask=inside, other=0.0)
     value *= 1.0 - lr * decay
@@ -39,7 +39,7 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update number `step` (from 1), in place. All tensors are FP32 of one dim and contiguous."""
+    """Update number `step` (from 1), in place. Tensors are FP32, gradients perhaps 16-bit, of one dim and contiguous."""
     size = values.numel()
     if not size:
         return
