@@ -6,7 +6,7 @@ FILE has the findings, a line of JSON per mesh and model; those that it has alre
 
 A case is a mesh, a schedule, a model and a number of micro-batches of one row. The truth is the model itself in one process, in FP64,
 on the whole batch. Each plan is one engine: for every number of micro-batches loss, gradients and gradient norm, with the gates of
-tests/parity.py (gradients may be twice as far off as those of the single process in FP32, where rounding turns a ReLU); then the
+tests/parity.py (gradients and norm may be twice as far off as the single process' own in FP32, where rounding turns a ReLU); then the
 losses of STEPS AdamW steps with 4 micro-batches, 2e-5 apart at most. pipedream-2bw is compared with a single process that makes the same
 delayed updates. FP64, since AdamW divides by the gradient: what rounding makes of an element whose gradient is almost zero may be as large
 as any update, and a ReLU may turn it into a jump.
@@ -67,12 +67,13 @@ Data = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Truth:
-    """Of a batch, from the single process in FP64. `single`: how far its gradients in FP32 are from these."""
+    """Of a batch, from the single process in FP64. `single` and `single_norm`: how far its gradients and norm in FP32 are from these."""
 
     loss: float
     norm: float
     gradients: Mapping[str, torch.Tensor]
-    single: float = 0.0
+    single: float
+    single_norm: float
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,12 @@ class Found:
         return bad + (self.steps > GATES["steps"]) + len(self.in_flight)
 
 
+OWN = {"gradients": "single", "norm": "single_norm"}
+
+
 def limit(what: str, case: Mapping[str, float]) -> float:
-    """The gate; for gradients twice the FP32 single process's own distance from FP64, where that is more."""
-    return max(GATES[what], 2 * case["single"]) if what == "gradients" else GATES[what]
+    """The gate; for gradients and norm twice the FP32 single process's own distance from FP64, where that is more."""
+    return max(GATES[what], 2 * case[OWN[what]]) if what in OWN else GATES[what]
 
 
 def load(tiny: Tiny) -> torch.nn.Module:
@@ -113,8 +117,13 @@ def load(tiny: Tiny) -> torch.nn.Module:
 def truth(tiny: Tiny, batch: dict[str, torch.Tensor]) -> Truth:
     """Loss and gradients."""
     loss, gradients = graded(load(tiny), batch)
-    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
-    return Truth(loss, norm, gradients, furthest(graded(tiny.load(), batch)[1], gradients))
+    single, norm = graded(tiny.load(), batch)[1], norm_of(gradients)
+    return Truth(loss, norm, gradients, furthest(single, gradients), abs(norm_of(single) - norm) / norm)
+
+
+def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """Of all gradients together."""
+    return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
 
 
 def graded(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -180,6 +189,7 @@ def run_job(job: Job, micro_batches: Sequence[int]) -> Found:
             "norm": abs(metrics.grad_norm - expected.norm) / expected.norm,
             "gradients": furthest(gradients, expected.gradients) if engine.rank == 0 else 0.0,
             "single": expected.single,
+            "single_norm": expected.single_norm,
         }
     steps = [engine.train_step(batch).loss for batch in batches(STEP_MICRO_BATCHES * mesh.dp, seq, STEPS)]
     engine.gradients()  # ends the batch under way
