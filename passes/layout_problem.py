@@ -334,8 +334,9 @@ class Builder:
         value, ranks, link = self.values[producer][result], self.problem.legal.ranks, self.problem.link
         size, place = value_bytes(value), (producer, result, site)
         if target == R and place in self.linears:
-            kept = self.problem.memory_price * self.problem.in_flight * self.local(size, source)
-            forward, backward = linear_input_s(source, len(value.shape), size, ranks, link, self.beside(place))
+            beside = self.beside(place)
+            kept = self.problem.memory_price * self.problem.in_flight * self.local(size, source) if beside.weight_s else 0.0
+            forward, backward = linear_input_s(source, len(value.shape), size, ranks, link, beside)
             return (forward + backward + kept) * self.pairs.get(place, 1)
         seconds = sum(conversion_s(source, target, size, ranks, link, value.requires_grad))
         if target == R and source.kind == "S" and value.requires_grad and not link.overlaps:
