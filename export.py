@@ -5,7 +5,7 @@
     config.json                             the model's, with its dtype set to what is stored
     tokenizer files, generation_config.json as they are beside the model, if it came from a directory
 
-Needs neither the plan nor a GPU nor other processes. Whole tensors are put together one at a time; a shard is in memory at a time.
+Needs neither the plan nor a GPU nor other processes. Of the model one file's tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.plans.errors import InputError
-from meshwright.runtime.checkpoint import PARAMETERS
+from meshwright.runtime.buckets import ELEMENT_BYTES
 from meshwright.runtime.checkpoint_files import Index, read_index
-from meshwright.runtime.weights import INDEX_FILE, WHOLE_FILE, Reader, whole
+from meshwright.runtime.dcp import parameter_shapes, read_metadata, read_shards
+from meshwright.runtime.shards import Shards
+from meshwright.runtime.weights import INDEX_FILE, WHOLE_FILE
 
 SHARD_BYTES = 5 * 10**9
 """What transformers' save_pretrained takes by default, per file."""
-ELEMENT_BYTES = 4
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
           "chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json")  # fmt: skip
 """Files of a model directory that are not weights."""
@@ -41,37 +43,35 @@ def export(checkpoint: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> in
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: found something else, expected a new path or an empty directory")
     index.check_files(sorted(index.files))
+    metadata = read_metadata(index)
+    shapes = parameter_shapes(index, metadata)
     work = target.absolute().with_name(f".{target.name}.writing")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    names = [key.removeprefix(f"{PARAMETERS}/") for key in index.shapes if key.startswith(f"{PARAMETERS}/")]
-    write_weights(work, index, names, shard_bytes)
+    write_weights(work, index, metadata, shapes, shard_bytes)
     config = {**json.loads(index.facts.config), "dtype": "float32"}
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     copy_beside(Path(index.facts.source), work)
     if target.exists():
         target.rmdir()
     work.rename(target)
-    return sum(prod(index.shapes[f"{PARAMETERS}/{name}"]) for name in names)
+    return sum(prod(shape) for shape in shapes.values())
 
 
-def write_weights(work: Path, index: Index, names: Sequence[str], shard_bytes: int) -> None:
+def write_weights(work: Path, index: Index, metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], shard_bytes: int) -> None:
     """The safetensors files, and their index when they are several."""
-    shards = list(cut(names, {n: ELEMENT_BYTES * prod(index.shapes[f"{PARAMETERS}/{n}"]) for n in names}, shard_bytes))
+    sizes = {name: ELEMENT_BYTES * prod(shape) for name, shape in shapes.items()}
+    files = list(cut(list(shapes), sizes, shard_bytes))
     weight_map: dict[str, str] = {}
-    with Reader() as reader:
-        for number, shard in enumerate(shards, 1):
-            file = WHOLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors = {}
-            for name in shard:
-                shape = index.shapes[f"{PARAMETERS}/{name}"]
-                tensors[name] = torch.empty(shape)
-                reader.read(tensors[name], name, index.pieces[f"{PARAMETERS}/{name}"], whole(shape))
-            save_file(tensors, work / file, {"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        total = sum(ELEMENT_BYTES * prod(index.shapes[f"{PARAMETERS}/{n}"]) for n in names)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    for number, names in enumerate(files, 1):
+        file = WHOLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors = {name: torch.empty(shapes[name]) for name in names}
+        read_shards(index, metadata, {name: Shards.whole(tensor) for name, tensor in tensors.items()})
+        save_file(tensors, work / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+        del tensors
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
         (work / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -4,8 +4,9 @@ Steps are counted from 0 over the whole run: `--steps N` ends after step N-1, an
 does steps k to N-1, on the batches and learning rates that an uninterrupted run would have had; with another global batch it
 goes on behind the last sequence that was seen.
 
-    checkpoints     in a directory, a folder for each; `--keep` of them stay. A run that torchrun restarts (--max-restarts) goes on
-                    from the newest in `--save`, as does `--resume auto`. A damaged one is named, and the one before it taken
+    checkpoints     in a directory, a folder for each; `--keep` of them stay. They are written while training goes on, from a copy of
+                    the state in the CPU's memory (not so with --sync-save). A run that torchrun restarts (--max-restarts) goes on from
+                    the newest in `--save`, as does `--resume auto`. A damaged one is named, and the one before it taken
 
     learning rate   rises linearly over the first `warmup` steps to `lr`; then `constant`, or `cosine`: falls along half a
                     cosine to `min_lr` at step N (Loshchilov and Hutter, arXiv 1608.03983)
@@ -39,7 +40,7 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_checked
 from meshwright.plans.signature import Signature
 from meshwright.runtime.checkpoint_files import complete
-from meshwright.runtime.engine import Engine, Metrics
+from meshwright.runtime.engine import Engine, Metrics, NonFiniteError
 from meshwright.runtime.loss_scale import DEFAULT
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.tokens import TokenSource, open_tokens, prepare
@@ -137,7 +138,7 @@ def command(
     save: Annotated[Path | None, typer.Option(help="directory for checkpoints")] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="also save after every N steps")] = None,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints that stay in --save: the newest")] = 2,
-    async_save: Annotated[bool, typer.Option("--async-save", help="write checkpoints while training goes on")] = False,
+    async_save: Annotated[bool, typer.Option("--async-save/--sync-save", help="write checkpoints while training goes on, or not")] = True,
     resume: Annotated[Path | None, typer.Option(help="directory of checkpoints to go on from; auto: --save, if there is one")] = None,
     group: Annotated[list[str] | None, typer.Option(help="PATTERN:weight_decay=0,lr_scale=0.1 for parameters by name")] = None,
     metrics: Annotated[Path | None, typer.Option(help="file for one JSON object per step")] = None,
@@ -174,7 +175,7 @@ def command(
         batches = replace(batches, offset=engine.data["sequences"] - engine.step * document.global_batch)
     late = 1 if document.schedule == ASYNCHRONOUS else 0
     unreported: list[Done] = []
-    with reporting(steps, engine.step, metrics, log_every, append=start is not None) as report:
+    with reporting(steps, engine.step, metrics, log_every, append=start is not None) as report, ending_saves(engine):
         for done in run_steps(engine, batches, rates, range(engine.step, steps)):
             unreported.append(done)
             if len(unreported) > late:
@@ -231,6 +232,16 @@ def load_newest(engine: Engine, directory: Path) -> None:
         return
     assert first is not None
     raise first
+
+
+@contextmanager
+def ending_saves(engine: Engine) -> Iterator[None]:
+    """When all ranks stop alike, what was being saved still is."""
+    try:
+        yield
+    except NonFiniteError:
+        engine.wait_saved()
+        raise
 
 
 def load_batches(

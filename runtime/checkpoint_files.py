@@ -1,12 +1,13 @@
-"""Checkpoints on disk. A directory holds the checkpoints of a run, each in a folder of its own:
+"""Checkpoints on disk. A directory has the checkpoints of a run, each a folder in the format of torch.distributed.checkpoint (DCP):
 
-    DIR/step_00000012/rank_R.safetensors   what rank R stands for: "parameters/NAME", "exp_avg/NAME", ..., one-dimensional portions
-    DIR/step_00000012/rank_R.json          what is in it, written when it is complete
-    DIR/step_00000012/checkpoint.json      the index, written last: step, optimizer, seeds, files with their digests, and of every
-                                           tensor shape and pieces
+    DIR/step_00000012/__R_0.distcp        what rank R stands for
+    DIR/step_00000012/.metadata           DCP's: of every tensor shape and boxes, and where each box is
+    DIR/step_00000012/meshwright.json     the index: what is known beside tensors, and the SHA-256 of every other file
+    DIR/.step_00000012.1f0e2d3c.partial   what is being written, or removed
 
-A folder without its index is no checkpoint: a save that was killed leaves the older ones as they were. A second save of a step
-goes into step_00000012-1. The index has a digest of itself, every file's is in the index: what was changed on disk is refused.
+A save writes into a folder of the last kind. When every rank's file and the metadata are on the disk the index is added, and the
+folder gets its name: a save that is killed leaves the older checkpoints as they were, and the next one removes what it left. A second
+save of a step becomes step_00000012-1. The index has a digest of itself: what was changed on disk is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
+from uuid import uuid4
 
 from meshwright.plans.errors import InputError
-from meshwright.runtime.weights import Piece
 
-INDEX = "checkpoint.json"
-SCHEMA = 2
+INDEX = "meshwright.json"
+SCHEMA = 3
 FOLDER = re.compile(r"step_(\d+)(?:-(\d+))?")
+PARTIAL = re.compile(r"\.step_\d+(?:-\d+)?\.[0-9a-f]{8}\.partial")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Index:
-    """A checkpoint's index. `files`: {name: sha256}; shapes and pieces by "kind/parameter"."""
+    """A checkpoint's index. `files`: {name: sha256}."""
 
     folder: Path
     facts: Facts
     files: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, list[Piece]]
 
     def check_files(self, names: Iterable[str]) -> None:
         """InputError for the first of these files that is not as it was written."""
@@ -70,88 +71,74 @@ class Index:
             path = self.folder / name
             if not path.is_file():
                 raise InputError(f"{path}: is missing")
-            if digest_of(path) != self.files[name]:
-                raise InputError(f"{path}: is damaged: its digest is not the one in {INDEX}")
+            with path.open("rb") as file:
+                self._check(name, hashlib.file_digest(file, "sha256").hexdigest())
 
+    def read_file(self, name: str) -> bytes:
+        """What a file has; InputError when that is not what was written."""
+        path = self.folder / name
+        if not path.is_file():
+            raise InputError(f"{path}: is missing")
+        content = path.read_bytes()
+        self._check(name, hashlib.sha256(content).hexdigest())
+        return content
 
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def folders(directory: Path) -> list[Path]:
-    """Folders of checkpoints, complete or not, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = [(match, path) for path in directory.iterdir() if (match := FOLDER.fullmatch(path.name)) and path.is_dir()]
-    return [path for match, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+    def _check(self, name: str, digest: str) -> None:
+        if digest != self.files.get(name):
+            raise InputError(f"{self.folder / name}: is damaged: its digest is not the one in {INDEX}")
 
 
 def complete(directory: Path) -> list[Path]:
-    """Folders with an index, oldest first; the directory itself if it is one."""
-    if (directory / INDEX).is_file():
-        return [directory]
-    return [folder for folder in folders(directory) if (folder / INDEX).is_file()]
+    """Folders of checkpoints, oldest first; the directory itself if it is one."""
+    return [directory] if (directory / INDEX).is_file() else inside(directory)
 
 
-def new_folder(directory: Path, step: int) -> Path:
-    """Makes the folder of a save; InputError when the directory holds something else."""
-    if (directory.exists() and not directory.is_dir()) or (directory.is_dir() and any(directory.iterdir()) and not folders(directory)):
+def inside(directory: Path) -> list[Path]:
+    """Folders of checkpoints in a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(match, path) for path in directory.iterdir() if (match := FOLDER.fullmatch(path.name)) and (path / INDEX).is_file()]
+    return [path for match, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+
+
+def partial(directory: Path) -> list[Path]:
+    """What saves that were killed left in a directory."""
+    return [path for path in directory.iterdir() if PARTIAL.fullmatch(path.name)] if directory.is_dir() else []
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Makes the folder that a save writes into; InputError when the directory has something else in it. No other save may be under way
+    there: what is left of such is removed."""
+    leftovers = partial(directory)
+    if directory.exists() and not (directory.is_dir() and (leftovers or inside(directory) or not any(directory.iterdir()))):
         raise InputError(f"{directory}: found something else, expected a new path or a directory of checkpoints")
-    name = f"step_{step:08d}"
-    for attempt in range(10**6):
-        folder = directory / (f"{name}-{attempt}" if attempt else name)
-        if (folder / INDEX).is_file():
-            continue
+    for folder in leftovers:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
-    raise InputError(f"{directory}: has too many checkpoints of step {step}")
+    folder = _partial_name(directory, f"step_{step:08d}")
+    folder.mkdir(parents=True)
+    return folder
 
 
-def keep_last(directory: Path, count: int) -> None:
-    """Removes all but the newest `count` checkpoints, and what killed saves left before them. An index goes first: what is half
-    removed is no checkpoint."""
-    kept = complete(directory)[-count:]
-    all_folders = folders(directory)
-    for folder in all_folders[: all_folders.index(kept[-1])] if kept else ():
-        if folder not in kept:
-            (folder / INDEX).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file appears with all of its content, or not at all."""
-    work = path.with_name(f".{path.name}.writing")
-    with work.open("w", encoding="utf-8") as file:
-        file.write(text)
+def publish(folder: Path, facts: Facts, files: Mapping[str, str]) -> Path:
+    """Makes a checkpoint of the folder that `begin` made, whose files are all on the disk: {name: sha256}."""
+    with (folder / INDEX).open("w", encoding="utf-8") as file:
+        file.write(_text({"schema": SCHEMA, "facts": asdict(facts), "files": files}))
         file.flush()
         os.fsync(file.fileno())
-    os.replace(work, path)
+    _sync(folder)
+    name = f"step_{facts.step:08d}"
+    names = (folder.with_name(f"{name}-{number}" if number else name) for number in count())
+    target = folder.rename(next(path for path in names if not path.exists()))
+    _sync(target.parent)
+    return target
 
 
-def write_part(folder: Path, rank: int, tensors: Mapping[str, object]) -> None:
-    """Says that a rank's file is complete, and what is in it: {key: {"shape", "ranges", "portion"}}."""
-    file = f"rank_{rank}.safetensors"
-    digest = digest_of(folder / file) if tensors else None
-    write_whole(folder / f"rank_{rank}.json", json.dumps({"file": file, "digest": digest, "tensors": tensors}))
-
-
-def write_index(folder: Path, num_ranks: int, facts: Facts) -> None:
-    """Joins all ranks' parts to the index: from here on the folder is a checkpoint."""
-    files: dict[str, str] = {}
-    tensors: dict[str, dict[str, object]] = {}
-    for rank in range(num_ranks):
-        part = json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
-        if part["digest"] is not None:
-            files[part["file"]] = part["digest"]
-        for key, entry in part["tensors"].items():
-            pieces = tensors.setdefault(key, {"shape": entry["shape"], "pieces": []})["pieces"]
-            assert isinstance(pieces, list)
-            pieces.append({"file": part["file"], "ranges": entry["ranges"], "portion": entry["portion"]})
-    body = {"schema": SCHEMA, "facts": asdict(facts), "files": files, "tensors": tensors}
-    write_whole(folder / INDEX, json.dumps({"digest": _digest(body), "index": body}) + "\n")
+def keep_last(directory: Path, num: int, written: Path) -> None:
+    """Removes all checkpoints but the newest `num` and the one that was just written. A folder loses its name first: what is half
+    removed is no checkpoint."""
+    for folder in inside(directory)[:-num]:
+        if folder != written:
+            shutil.rmtree(folder.rename(_partial_name(directory, folder.name)), ignore_errors=True)
 
 
 def read_index(directory: Path) -> Index:
@@ -162,25 +149,32 @@ def read_index(directory: Path) -> Index:
     folder = found[-1]
     path = folder / INDEX
     try:
-        outer = json.loads(path.read_text(encoding="utf-8"))
-        body = outer["index"]
-        if outer["digest"] != _digest(body):
+        text = path.read_text(encoding="utf-8")
+        body = json.loads(text)["index"]
+        if text != _text(body):
             raise InputError(f"{path}: is damaged: its digest is not the one in it")
         if body["schema"] != SCHEMA:
             raise InputError(f"{path}: is of schema {body['schema']}, this version reads {SCHEMA}")
-        shapes = {key: tuple(entry["shape"]) for key, entry in body["tensors"].items()}
-        pieces = {key: [_piece(folder, key, p) for p in entry["pieces"]] for key, entry in body["tensors"].items()}
-        return Index(folder, Facts(**body["facts"]), body["files"], shapes, pieces)
+        return Index(folder, Facts(**body["facts"]), body["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: is damaged: it is no index of a checkpoint: {error!r}") from None
 
 
-def _digest(body: object) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _text(body: object) -> str:
+    """The index's text, in which every byte counts."""
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"digest": digest, "index": body}) + "\n"
 
 
-def _piece(folder: Path, key: str, entry: Mapping[str, object]) -> Piece:
-    ranges, portion = entry["ranges"], entry["portion"]
-    assert isinstance(ranges, list) and isinstance(portion, list)
-    runs = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in ranges)
-    return Piece(folder / str(entry["file"]), key, runs, (int(portion[0]), int(portion[1])))
+def _partial_name(directory: Path, name: str) -> Path:
+    """A path that no other save has used."""
+    return directory / f".{name}.{uuid4().hex[:8]}.partial"
+
+
+def _sync(directory: Path) -> None:
+    """Waits until a folder's entries are on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

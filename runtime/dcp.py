@@ -1,178 +1,164 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP), for programs that are not Meshwright.
+"""Files of torch.distributed.checkpoint (DCP): its writer, with digests, and its reader.
 
-    DIR/__R_0.distcp     what rank R stands for
-    DIR/.metadata        written last: without it the directory is no checkpoint
-    DIR/meshwright.json  step, seeds, loss scale (runtime.checkpoint_files.Facts)
+    Writer          writes into a folder of runtime.checkpoint_files, and makes a checkpoint of it when all ranks are done
+    read_metadata   what a checkpoint has
+    read_shards     fills Shards (runtime.shards) from it
 
-Parameters have the model's own names, optimizer states `exp_avg/NAME`; all FP32, described by boxes of the whole tensor. So any mesh of
-Meshwright reads them, and so does any program that loads DTensors of these names with torch.distributed.checkpoint.load. A rank's part
-need not be a DTensor's: a slice of each section of a packed weight, cut again where ZeRO's shard ends, is several boxes.
-
-DCP's files have no digests and its metadata is a pickle: load them only from where you trust. Meshwright's own format
-(runtime.checkpoint) has digests, is written in the background, and is what `train` saves.
+Reading executes nothing: metadata is a pickle, of which only DCP's own records are accepted, and data files are loaded as weights only.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import io
+import os
+import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from itertools import accumulate, product
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from meshwright.plans.errors import InputError
-from meshwright.runtime.agreement import together
-from meshwright.runtime.buckets import Arrangement
-from meshwright.runtime.checkpoint import PARAMETERS, State
-from meshwright.runtime.checkpoint_files import Facts, write_whole
-from meshwright.runtime.weights import Box, Ranges, boxes, local_shape, within
+from meshwright.runtime.checkpoint_files import Facts, Index, keep_last, publish
+from meshwright.runtime.optimizer import STATES
+from meshwright.runtime.shards import LoadPlanner, Shards
 
 METADATA = ".metadata"
-FACTS = "meshwright.json"
+DCP = "torch.distributed.checkpoint"
+RECORDS = frozenset(
+    {
+        *((f"{DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")),
+        *((f"{DCP}.metadata", name) for name in ("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (f"{DCP}.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""What metadata is made of."""
 
 
-class Shards:
-    """Boxes of a tensor of `shape` that this rank has: DCP's protocol of what can be saved and loaded."""
+class HashedFile(io.BufferedWriter):
+    """A file that is written from its beginning to its end, counts its SHA-256, and is on the disk when it is closed."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Mapping[Box, Tensor]) -> None:
-        self.shape = torch.Size(shape)
-        self.parts = {tuple(low for low, _ in box): (box, tensor) for box, tensor in parts.items()}
+    def __init__(self, path: Path, digests: dict[str, str]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._sha256, self._digests, self._key = hashlib.sha256(), digests, path.name
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(torch.float32), self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        """Adds bytes."""
+        self._sha256.update(content)
+        return super().write(content)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offset), torch.Size([high - low for low, high in box]))
-            for offset, (box, _) in self.parts.items()
-        ]
-
-    def part(self, index: MetadataIndex) -> Tensor:
-        """The box at an offset."""
-        assert index.offset is not None
-        return self.parts[tuple(index.offset)][1]
+    def close(self) -> None:
+        """Waits for the disk."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+            self._digests[self._key] = self._sha256.hexdigest()
+        finally:
+            super().close()
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Finds boxes of Shards."""
+class HashedFiles(FileSystem):
+    """The file system, with the SHA-256 of files that were written through it, by name."""
 
-    def lookup_object(self, index: MetadataIndex) -> object:
-        """What is written for an index."""
-        return self.state_dict[index.fqn].part(index)
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
 
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A file to write."""
+        assert mode == "wb"
+        with HashedFile(Path(path), self.digests) as stream:
+            yield stream
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Finds boxes of Shards."""
-
-    def set_up_planner(self, state_dict: dict[str, object], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """The parent's makes other objects of what it does not know."""
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is read into."""
-        found: Tensor = self.state_dict[index.fqn].part(index)
-        return found
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """The digest goes along."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
-def key_of(kind: str, name: str) -> str:
-    """The name of a tensor in the checkpoint."""
-    return name if kind == PARAMETERS else f"{kind}/{name}"
+class Writer(FileSystemWriter):
+    """Writes a checkpoint into `folder` (checkpoint_files.begin); with the last rank's file it becomes one, and all but the newest
+    `keep` beside it are removed."""
+
+    def __init__(self, folder: Path, facts: Facts, keep: int) -> None:
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
+        self.fs = self._files = HashedFiles()
+        self._folder, self._facts, self._keep = folder, facts, keep
+
+    def stage(self, state_dict: Mapping[str, Shards]) -> dict[str, Shards]:
+        """What is written while training goes on."""
+        return {name: part.copied() for name, part in state_dict.items()}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's file, if it has anything to write; its digest goes to rank 0 with what is in it."""
+        written: Future[list[WriteResult]] = Future()
+        results = super().write_data(plan, planner).value() if plan.items else []
+        digests = self._files.digests
+        written.set_result([replace(r, storage_data=(r.storage_data, digests[r.storage_data.relative_path])) for r in results])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all files are on the disk."""
+        files = {info.relative_path: digest for ranks in results for info, digest in (r.storage_data for r in ranks)}
+        super().finish(metadata, [[replace(r, storage_data=r.storage_data[0]) for r in ranks] for ranks in results])
+        written = publish(self._folder, self._facts, {**files, METADATA: self._files.digests[METADATA]})
+        keep_last(written.parent, self._keep, written)
+
+    def storage_meta(self) -> StorageMeta:
+        """Without a path: where it is written is not where it will be."""
+        return StorageMeta(save_id=self.save_id)
 
 
-def parts_of(want: Ranges, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
-    """(box of the whole tensor, view of `flat`) of a portion: the elements from `start` on of what `want` holds, row-major."""
-    at = 0
-    for box in boxes(local_shape(want), start, start + flat.numel()):
-        shape = [high - low for low, high in box]
-        size = flat[at : at + torch.Size(shape).numel()].view(shape)
-        at += size.numel()
-        runs = within(want, box)
-        places = [list(accumulate((high - low for low, high in dim), initial=0)) for dim in runs]
-        for chosen in product(*(range(len(dim)) for dim in runs)):
-            view = size
-            for dim, number in enumerate(chosen):
-                low, high = runs[dim][number]
-                view = view.narrow(dim, places[dim][number], high - low)
-            yield tuple(runs[dim][number] for dim, number in enumerate(chosen)), view
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in RECORDS:
+            raise pickle.UnpicklingError(f"{module}.{name} is no record of {DCP}")
+        return super().find_class(module, name)
 
 
-def shards(arrangement: Arrangement, state: State, all_replicas: bool) -> dict[str, Shards]:
-    """What this rank has, by name; of parts that several ranks have only those that count unless `all_replicas`."""
-    placement = arrangement.placement
-    found = {}
-    for kind, portions in state.items():
-        for name, flat in portions.items():
-            parameter = placement.parameters[name]
-            start, stop = arrangement.portion(parameter, placement.rank)
-            if all_replicas and not parameter.trainable:
-                start, stop = 0, flat.numel()
-            if start < stop and (all_replicas or arrangement.counts(parameter, placement.rank)):
-                found[key_of(kind, name)] = Shards(parameter.shape, dict(parts_of(placement.ranges(parameter), flat.detach(), start)))
+def read_metadata(index: Index) -> Metadata:
+    """What a checkpoint has. InputError when it is not what was written."""
+    try:
+        found = _Records(io.BytesIO(index.read_file(METADATA))).load()
+    except pickle.UnpicklingError as error:
+        raise InputError(f"{index.folder / METADATA}: cannot be read: {error}") from None
+    assert isinstance(found, Metadata)
     return found
 
 
-def save_dcp(directory: Path, arrangement: Arrangement, state: State, unused: Mapping[str, Tensor], facts: Facts) -> None:
-    """Writes a checkpoint; every rank calls it. InputError when the directory has something in it."""
-    rank = arrangement.placement.rank
-
-    def check() -> None:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise InputError(f"{directory}: found something else, expected a new path or an empty directory")
-
-    together(check if rank == 0 else lambda: None)
-    whole: dict[str, object] = dict(shards(arrangement, state, all_replicas=False))
-    if rank == 0:
-        whole.update({name: Shards(tuple(x.shape), {tuple((0, n) for n in x.shape): x}) for name, x in unused.items()})
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / FACTS, json.dumps(asdict(facts)))
-    save(whole, checkpoint_id=str(directory), planner=SavePlanner(flatten_state_dict=False))
-    dist.barrier()
+def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's tensors by name, in the model's order."""
+    return {key: tuple(x.size) for key, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
 
 
-def load_dcp(directory: Path, arrangement: Arrangement, state: State, optimizer: str | None) -> Facts:
-    """Fills this rank's portions; every rank calls it. InputError when something is missing or of another shape."""
-    facts = together(lambda: read_facts(directory))
-    if len(state) > 1 and facts.optimizer != optimizer:
-        raise InputError(f"{directory}: has the state of optimizer {facts.optimizer}, the engine runs {optimizer}")
-    wanted = shards(arrangement, state, all_replicas=True)
-    known = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+def parameter_shapes(index: Index, metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Those of parameters."""
+    states = tuple(f"{kind}/" for kind in STATES.get(index.facts.optimizer or "", ()))
+    return {name: shape for name, shape in shapes_of(metadata).items() if not name.startswith(states)}
+
+
+def read_shards(index: Index, metadata: Metadata, wanted: Mapping[str, Shards]) -> None:
+    """Fills this rank's shards; no other rank is needed. InputError when the checkpoint does not have all of them."""
+    planner = LoadPlanner(wanted, metadata)
+    reader = FileSystemReader(str(index.folder))
+    reader.set_up_storage_reader(metadata, True)
+    plan = planner.create_local_plan()
+    found: dict[str, int] = {}
+    for item in plan.items:
+        found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + prod(item.lengths)
     for name, part in wanted.items():
-        size = getattr(known.get(name), "size", None)
-        if size != part.shape:
-            found = "nothing" if size is None else f"shape {list(size)}"
-            raise InputError(f"{directory}: {name}: found {found}, the model has {list(part.shape)}")
-    whole: dict[str, object] = dict(wanted)
-    load(whole, checkpoint_id=str(directory), planner=LoadPlanner(flatten_state_dict=False))
-    return facts
-
-
-def is_dcp(directory: Path) -> bool:
-    """Whether a directory is such a checkpoint."""
-    return (directory / METADATA).is_file()
-
-
-def read_facts(directory: Path) -> Facts:
-    """What is known beside tensors. InputError for what is not as it was written."""
-    path = directory / FACTS
-    try:
-        return Facts(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        if found.get(name, 0) != part.num_elements:
+            raise InputError(f"{index.folder}: {name}: found {found.get(name, 0)} of {part.num_elements} elements that are wanted")
+    reader.read_data(plan, planner).wait()

@@ -34,10 +34,9 @@ from meshwright.runtime.actions import Action, Schedule, split_backwards
 from meshwright.runtime.agreement import FailureReport, together
 from meshwright.runtime.batch import check_batch, flat_inputs
 from meshwright.runtime.buckets import Arrangement
-from meshwright.runtime.checkpoint import PARAMETERS, Saver, State, load_checkpoint
+from meshwright.runtime.checkpoint import Saver, load_checkpoint
 from meshwright.runtime.checkpoint_files import Facts
 from meshwright.runtime.context import Context
-from meshwright.runtime.dcp import is_dcp, load_dcp, save_dcp
 from meshwright.runtime.execution import StepRecord
 from meshwright.runtime.flat_bucket import Numbers
 from meshwright.runtime.gathering import gather
@@ -46,6 +45,7 @@ from meshwright.runtime.launch import choose_device, join_processes, place, tied
 from meshwright.runtime.loss_scale import LossScale, ScaleOptions
 from meshwright.runtime.optimizer import Optimizer, OptimizerOptions, read_options
 from meshwright.runtime.orders import ASYNCHRONOUS
+from meshwright.runtime.shards import PARAMETERS, State
 from meshwright.runtime.stages import RankStages
 from meshwright.runtime.stale import StaleSteps, Sums
 from meshwright.runtime.weight_copy import locate_weights
@@ -282,19 +282,14 @@ class Engine:
             found.update({alias: found[name] for alias, name in self.signature.tied.items() if name in found})
         return found
 
-    def save(self, directory: str | Path, keep: int = 1, wait: bool = True, dcp: bool = False) -> None:
+    def save(self, directory: str | Path, keep: int = 1, wait: bool = True) -> None:
         """Writes parameters, optimizer state, step and `data` to a new folder in a directory that all ranks see, then removes all
-        but the newest `keep` checkpoints there. Without `wait` it is written while training goes on; the next save and
-        wait_saved wait for it. With `dcp` the directory, which must be new, becomes one of torch.distributed.checkpoint (runtime.dcp)."""
+        but the newest `keep` checkpoints there. Without `wait` it is written while training goes on, from a copy in the CPU's memory;
+        the next save, load and wait_saved wait for it."""
         self._flush()
         with self._reported("saving"):
             unused = self._unused() if self.rank == 0 else {}
-            if dcp:
-                self._saver.wait()
-                return save_dcp(Path(directory), self._arrangement, self._state(), unused, self._facts())
-            self._saver.start(Path(directory), self._state(), unused, self._facts(), keep, copy=not wait)
-            if wait:
-                self._saver.wait()
+            self._saver.start(Path(directory), self._state(), unused, self._facts(), keep, wait)
 
     def wait_saved(self) -> None:
         """Waits for a save in the background; InputError when it failed."""
@@ -302,12 +297,12 @@ class Engine:
             self._saver.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Goes on from the newest checkpoint in a directory, or from one of torch.distributed.checkpoint, of any plan of the same model."""
+        """Goes on from the newest checkpoint in a directory, or from the folder of one, of any plan of the same model."""
         self._flush()
         with self._reported("loading"):
+            self._saver.wait()
             parts = {**self._state(), PARAMETERS: self._parameter_parts()}
-            load = load_dcp if together(lambda: is_dcp(Path(directory))) else load_checkpoint
-            facts = load(Path(directory), self._arrangement, parts, self._optimizer_name)
+            facts = load_checkpoint(Path(directory), self._arrangement, parts, self._optimizer_name)
             self._parameters.spread()
             for state in self._optimizer.states.values() if self._optimizer else ():
                 self._parameters.spread(state)

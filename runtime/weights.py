@@ -7,9 +7,8 @@ Terms
     source    the pieces of every tensor by the model's own name
     portion   elements [start, stop) of what ranges hold, row-major: what one replica keeps of its part (runtime.buckets)
 
-A directory with weights is a source whose pieces are whole tensors; a checkpoint is one whose pieces are ranks' parts.
-Reading copies the intersection of what is wanted with each piece, cast to the destination's dtype, so any layout is
-read from any other.
+A directory with weights is a source whose pieces are whole tensors. Reading copies the intersection of what is wanted with each
+piece, cast to the destination's dtype, so any layout is read from any other.
 """
 
 from __future__ import annotations
@@ -40,12 +39,11 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensor `key` of `file` holds `ranges` of a whole tensor; or of those a `portion`, as a tensor of one dim."""
+    """Tensor `key` of `file` holds `ranges` of a whole tensor."""
 
     file: Path
     key: str
     ranges: Ranges
-    portion: tuple[int, int] | None = None
 
 
 Source = Mapping[str, Sequence[Piece]]
@@ -175,24 +173,10 @@ class Reader:
     def _copy(self, target: Tensor, want: Ranges, piece: Piece) -> int:
         handle = self.open(piece.file)
         try:
-            if piece.portion is not None:
-                return _copy_portion(target, want, handle.get_slice(piece.key), piece.ranges, piece.portion)
             tensor = handle.get_slice(piece.key) if target.dim() else handle.get_tensor(piece.key)
             return copy_overlap(target, want, tensor, piece.ranges)
         except SafetensorError as error:
             raise InputError(f"{piece.file}: {piece.key}: cannot be read: {error}") from None
-
-
-def _copy_portion(target: Tensor, want: Ranges, flat: Any, ranges: Ranges, portion: tuple[int, int]) -> int:
-    """copy_overlap of a portion, of which only the boxes that are wanted are read."""
-    count = at = 0
-    for box in boxes(local_shape(ranges), *portion):
-        shape = [high - low for low, high in box]
-        have = within(ranges, box)
-        if all(any(overlaps(h, w)) for h, w in zip(have, want, strict=True)):
-            count += copy_overlap(target, want, flat[at : at + prod(shape)].view(shape), have)
-        at += prod(shape)
-    return count
 
 
 def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:

@@ -1,7 +1,8 @@
 """Kills random ranks of a training job with SIGKILL at random moments: `python -m meshwright.tests.kill_ranks FOLDER --kills 50`.
 
-The job saves after every step, in the background every other run, so that many kills hit a save. torchrun restarts it, and it must go on by
-itself within LIMIT_S, every time; at the end the weights and the loss of every step must be those of a job that was left alone.
+The job saves after every step, in the background with an odd --seed, so that many kills hit a save; those are counted. torchrun restarts
+it, and it must go on by itself within LIMIT_S, every time; at the end the weights and the loss of every step must be those of a job that
+was left alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file
+import torch
+from torch import Tensor
 
 from meshwright.plans.mesh import Mesh
-from meshwright.runtime.checkpoint_files import INDEX, complete, folders, read_index
+from meshwright.runtime.checkpoint_files import complete, partial, read_index
+from meshwright.runtime.dcp import read_metadata, read_shards, shapes_of
+from meshwright.runtime.shards import Shards
 from meshwright.tests import toy
 
 LIMIT_S = 60.0
@@ -70,11 +74,11 @@ def kill_and_compare(folder: Path, mesh: Mesh, zero: int, kills: int, seed: int)
     steps = STEPS_PER_KILL * (kills + 1)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command(folder, "left-alone", plan, mesh.world_size, steps, 0), check=True, **quiet)  # type: ignore[call-overload]
-    every = ["--save-every", "1", *(["--async-save"] if seed % 2 else [])]
+    every = ["--save-every", "1", "--async-save" if seed % 2 else "--sync-save"]
     words = command(folder, "killed", plan, mesh.world_size, steps, kills, *every)
     job = subprocess.Popen(words, **quiet)  # type: ignore[call-overload]
     metrics = folder / "killed.jsonl"
-    recoveries = []
+    recoveries, num_cut = [], 0
     try:
         for number in range(kills):
             await_true(lambda: bool(complete(folder / "killed")), job, "the first checkpoint")
@@ -83,12 +87,14 @@ def kill_and_compare(folder: Path, mesh: Mesh, zero: int, kills: int, seed: int)
             if job.poll() is not None or not (victims := ranks_of(job.pid)):
                 break
             os.kill(chance.choice(victims), signal.SIGKILL)
+            num_cut += bool(partial(folder / "killed"))
             recoveries.append(await_true(lambda n=before: num_steps(metrics) > n + 1, job, f"recovery {number}"))  # type: ignore[misc]
             print(f"kill {number}: at {before} steps, going on after {recoveries[-1]:.1f} s", flush=True)
         assert job.wait(timeout=600) == 0
     finally:
         job.kill()
     check_same(folder)
+    print(f"{num_cut} of {len(recoveries)} kills cut a save off", flush=True)
     return recoveries
 
 
@@ -99,12 +105,19 @@ def check_same(folder: Path) -> None:
         for name in ("left-alone", "killed")
     )
     assert alone == killed
-    one, other = (read_index(folder / name) for name in ("left-alone", "killed"))
-    assert one.files.keys() == other.files.keys() and one.facts.step == other.facts.step
-    for file in one.files:
-        left, right = load_file(one.folder / file), load_file(other.folder / file)
-        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
-    assert all((path / INDEX).is_file() for path in folders(folder / "killed"))
+    (step, left), (other_step, right) = (read_all(folder / name) for name in ("left-alone", "killed"))
+    assert step == other_step and left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+    assert not partial(folder / "killed")
+
+
+def read_all(directory: Path) -> tuple[int, dict[str, Tensor]]:
+    """Steps done and every tensor of the newest checkpoint, which must be sound."""
+    index = read_index(directory)
+    index.check_files(index.files)
+    metadata = read_metadata(index)
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes_of(metadata).items()}
+    read_shards(index, metadata, {name: Shards.whole(tensor) for name, tensor in found.items()})
+    return index.facts.step, found
 
 
 def main() -> None:
