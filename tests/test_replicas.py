@@ -105,6 +105,8 @@ class Layer(nn.Module):
         self.number, self.what, self.seen, self.common = number, what, 0, COMMON
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor, options: object = None) -> torch.Tensor:
+        if self.what == "given back":
+            return x.add_(self.linear(x) * scale)
         x = x + self.linear(x) * scale
         if self.what == "number" and self.number < 2:
             x = x * 2
@@ -156,7 +158,8 @@ class Model(nn.Module):
     ("what", "num_copies"),
     [
         ("nothing", DEPTH - 3), ("in place", DEPTH - 3), ("argument", DEPTH - 3), ("tied", 1), ("width", DEPTH - 4), ("frozen", DEPTH - 4),
-        ("number", 0), ("attribute", 0), ("object", 0), ("object of all", 0), ("hook", DEPTH - 4),
+        ("number", 0), ("attribute", 0), ("object", 0), ("object of all", 0), ("given back", 0),
+        ("hook", DEPTH - 4),
     ],
 )  # fmt: skip
 def test_layers_that_are_unlike_are_traced(what: str, num_copies: int, copied: Count) -> None:

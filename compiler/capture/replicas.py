@@ -14,9 +14,10 @@ the one that would have been traced, because:
 3. Arguments are equal: the signature has plain values, the metadata of tensors, and which of them are one tensor or share memory. What
    else is given (a cache, a configuration) could change between calls: such a call is traced in full.
 4. A forward that does something else than give results could do so differently each time, and what it did would be missing. Hooks
-   inside, a forward put on the object, attributes that it set in the layer or in an object there, arguments that it changed: traced in
-   full. A tensor that left the original or a witness on another way than as a result, one that came in other than as an
-   argument, parameter or buffer, constants that it made, sizes that depend on data: the model is traced again, in full (copies.py).
+   inside, a forward put on the object, attributes that it set in the layer or in an object there, arguments that it changed, results
+   without a new tensor (no op could stand for such a call): traced in full. A tensor that left the original or a witness on another way
+   than as a result, one that came in other than as an argument, parameter or buffer, constants that it made, sizes that depend on data:
+   the model is traced again, in full (copies.py).
 5. What is left (state outside the model, code that asks for an int's very type) would have to be alike for the original and
    unlike for the layers between: the witnesses' ops are compared with what the original's become in their place, names aside.
 
@@ -151,7 +152,7 @@ class Replication:
         layer_end(new_tensors(found, outcome), signature.tensors, number)
         leaves_after, spec_after = tree_flatten(arguments)
         changed = spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True))
-        if outcome is None or used or changed or state(layer.module) != before:
+        if outcome is None or not outcome.kinds or used or changed or state(layer.module) != before:
             self.refused.add(layer.group)
         self.originals[layer.group, signature.key] = Original(number, signature, outcome or Outcome(spec, (), ()))
         return found
