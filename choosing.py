@@ -36,7 +36,7 @@ from meshwright.compiler.recomputation import read_recomputed
 from meshwright.passes.choose_layouts import LayoutPins, LayoutProblem, choose_layouts, module_pattern
 from meshwright.passes.choose_precision import settle_precision
 from meshwright.passes.choose_regions import Regions
-from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule
+from meshwright.passes.choose_schedule import DEFAULT, SYNTHESISED, Pipeline, ScheduleChoice, choose_schedule, may_put_off
 from meshwright.passes.choose_stages import StageChoice
 from meshwright.passes.pins import STAGES, pin_names, settle_pins
 from meshwright.passes.segment_costs import Pricing, collective_seconds, kept_of_segments, recomputed_of, segment_costs, segment_parameters
@@ -118,7 +118,7 @@ def fit_layouts(kinds: Kinds, setting: Setting, tell: Progress) -> tuple[Chosen,
 def priced(assignment: Assignment, setting: Setting) -> Pricing:
     """How segments are priced under chosen layouts; what a declaration lists as recomputed is."""
     declared = setting.declaration
-    regions = Regions(Measurer(assignment, setting.mesh), setting.hardware)
+    regions = Regions(Measurer(assignment, setting.mesh, may_put_off(declared.schedule or DEFAULT)), setting.hardware)
     given = None if declared.recomputed is None else read_recomputed(assignment.kinds, declared.recomputed)
     return Pricing(assignment, setting.mesh, setting.hardware, regions, declared.recompute or "none", given)
 

@@ -24,6 +24,7 @@ from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.precision import DTYPES
 from meshwright.driver import CompiledPlan
 from meshwright.passes.choose_regions import Regions
+from meshwright.passes.choose_schedule import AUTO, may_put_off
 from meshwright.passes.choose_stages import SegmentCost
 from meshwright.passes.search import (
     Combination,
@@ -108,7 +109,8 @@ class Pricer:
             known = next((p for k, (p, _) in self.priced.items() if k[:3] == key[:3]), None)
             self.tell(f"choosing layouts for tp={way.mesh.tp}")
             assignment = known.assignment if known else choosing.choose(kinds, setting).assignment
-            regions = known.regions if known else Regions(Measurer(assignment, way.mesh), setting.hardware)
+            puts_off = may_put_off(self.declaration.schedule or AUTO)
+            regions = known.regions if known else Regions(Measurer(assignment, way.mesh, puts_off), setting.hardware)
             pricing = Pricing(assignment, way.mesh, setting.hardware, regions, way.recompute)
             self.priced[key] = pricing, segment_costs(pricing)
         return self.priced[key]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwright.passes.simulate import Times, timed
-from meshwright.passes.synthesise import Problem, kept_bytes, synthesise
+from meshwright.passes.stage_memory import Needs
+from meshwright.passes.synthesise import Problem, synthesise, taken_bytes
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.save import save_plan_dir
 from meshwright.runtime.actions import Schedule
@@ -137,14 +138,14 @@ def main(unit_s: float) -> None:
             rows = {n: s.order(RANKS, chunks, MICRO_BATCHES) for n, s in SCHEDULES.items() if s.chunks == chunks and "2bw" not in n}
             forward, backward, weight = (tuple(x * u for u in units) for x in (1.0, BACKWARD, WEIGHT))
             times = Times(forward, backward, weight, (0.0,) * (len(units) - 1))
-            kept = tuple(round(100 * u) for u in units)
+            kept = tuple(Needs.plain(round(100 * u)) for u in units)
             for start in ("zb-h1", "zb-h2") if chunks == 1 else ("zb-v",):
                 case = Problem(named_order(start, RANKS, chunks, MICRO_BATCHES), times, kept)
                 rows[f"synthesised from {start}"] = synthesise(case)
             for schedule, order in rows.items():
                 ranks_of = SCHEDULES[schedule if schedule in SCHEDULES else start].stage_ranks(RANKS, chunks)
                 found = f"{measured_s([u * unit_s for u in units], order, ranks_of) / unit_s:.1f}" if unit_s else ""
-                room = max(kept_bytes(order, kept)) / 100
+                room = max(taken_bytes(order, kept)) / 100
                 print(f"| {name}, {chunks} | {schedule} | {timed(order, times).step_s:.1f} | {found} | {room:.1f} |", flush=True)
 
 

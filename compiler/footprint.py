@@ -8,6 +8,7 @@ model inputs. The moment's need is counted by runtime.live_bytes.
     Footprint     of one segment: `own_bytes` that only it keeps, `shared` storages that other segments may keep too (a layer's result is
                   the next one's operand; all decoder layers keep the encoder's), by a name that is the same in every run, and
                   `transient_bytes`: the most that is there beside what is kept, in its forward or its backward
+    PutOff        the same of a segment whose weight gradients wait for a W of the schedule: another backward
     Measurer      footprints of all segments, for a recomputation per kind
 
 Attention kernels are those of the CPU; what they keep, others keep too: operands, result, and a number per row of scores.
@@ -15,10 +16,11 @@ Attention kernels are those of the CPU; what they keep, others keep too: operand
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +47,30 @@ NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
+class PutOff:
+    """A segment's weight gradients wait for a W.
+
+    own_bytes, shared   what is kept from the backward to the W: operands of the products (inputs and gradients of linears)
+    backward_bytes      the most that is there in the backward beside what the forward has kept, these operands included
+    weight_bytes        the most that is there in the W beside these operands
+    """
+
+    own_bytes: int
+    shared: Mapping[str, int] = field(default_factory=dict)
+    backward_bytes: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Footprint:
-    """Bytes of one segment per micro-batch; see the module."""
+    """Bytes of one segment per micro-batch; see the module. `forward_bytes`: of `transient_bytes`, what the forward needs. `put_off`: when
+    weight gradients wait, where that was measured."""
 
     own_bytes: int
     shared: Mapping[str, int]
     transient_bytes: int
+    forward_bytes: int
+    put_off: PutOff | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -73,15 +93,29 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Storages that a kind holds, parameters and constants left out: bytes of its own, arguments, new results and gradients of results, all
+    by their places."""
+
+    own_bytes: int
+    arguments: frozenset[int]
+    results: frozenset[int]
+    gradients: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Record:
-    """What a kind does: results, bytes kept of its own, arguments and new result storages that it keeps, and the moment's need."""
+    """What a kind does: results, what it keeps, the moment's need of its forward and backward; and with its weight gradients put off what
+    waits, the need of the backward beside what is kept, and of the W beside what waits."""
 
     outputs: tuple[Output, ...]
     is_tuple: bool
-    own_bytes: int
-    kept_arguments: frozenset[int]
-    kept_results: frozenset[int]
-    transient_bytes: int
+    kept: Held
+    forward_bytes: int
+    backward_bytes: int
+    waiting: Held | None = None
+    split_bytes: int = 0
+    weight_bytes: int = 0
 
 
 def storage_id(x: Tensor) -> int:
@@ -89,22 +123,18 @@ def storage_id(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-class Dropped(Deferral):
-    """Products that add to main gradients in place need no memory; those of experts read data, which fake tensors lack."""
-
-    def take(self, work: Work) -> None:
-        """Drops it."""
-
-
 class Trial(Context):
-    """A Context whose segments run once per kind; the others are given results of the same shapes."""
+    """A Context whose segments run once per kind; the others are given results of the same shapes. `puts_off`: once more with weight
+    gradients put off."""
 
-    def __init__(self, assignment: Assignment, mesh: Mesh) -> None:
+    def __init__(self, assignment: Assignment, mesh: Mesh, puts_off: bool = False) -> None:
         super().__init__(dry_axes(mesh, 0), "cpu")
         self._segments: Sequence[Segment] = assignment.kinds.graph.segments
+        self._puts_off = puts_off
         self._records: dict[str, Record] = {}
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []
+        self.products = Products()
         self.permanent: set[int] = set()
         self.constant_bytes = 0
         self.footprints: dict[str, Footprint] = {}
@@ -126,7 +156,7 @@ class Trial(Context):
             if isinstance(x, Tensor) and storage_id(x) not in self.permanent:
                 self._name(x, f"input.{len(self._names)}")
         if segment.kind not in self._records:
-            self._records[segment.kind] = self._run(segment.kind, partial(call, self, fn, weights), args)
+            self._records[segment.kind] = self._measure(segment.kind, partial(call, self, fn, weights), args)
         record = self._records[segment.kind]
         results = [self._result(output, args) for output in record.outputs]
         new: dict[int, Tensor] = {}
@@ -134,11 +164,22 @@ class Trial(Context):
             if output.argument is None:
                 new.setdefault(output.number, x)
                 self._name(x, f"{segment.name}.{output.number}")
-        kept = [args[place] for place in sorted(record.kept_arguments)] + [new[n] for n in sorted(record.kept_results)]
-        counted = [x for x in kept if isinstance(x, Tensor) and storage_id(x) in self._names]
-        shared = {self._names[storage_id(x)]: x.untyped_storage().nbytes() for x in counted}
-        self.footprints[segment.name] = Footprint(record.own_bytes, shared, record.transient_bytes)
+        kept, forward = record.kept, record.forward_bytes
+        shared, put_off = self._shared(kept, args, new, results), None
+        if record.waiting is not None:
+            waiting = self._shared(record.waiting, args, new, results)
+            put_off = PutOff(record.waiting.own_bytes, waiting, record.split_bytes, record.weight_bytes)
+        self.footprints[segment.name] = Footprint(kept.own_bytes, shared, max(forward, record.backward_bytes), forward, put_off)
         return tuple(results) if record.is_tuple else results[0]
+
+    def _shared(
+        self, held: Held, args: Sequence[object], new: Mapping[int, Tensor], results: Sequence[Tensor]
+    ) -> dict[str, int]:
+        """What is held that others may hold too, by name."""
+        found = [args[place] for place in sorted(held.arguments)] + [new[n] for n in sorted(held.results)]
+        counted = [(x, "") for x in found if isinstance(x, Tensor) and storage_id(x) in self._names]
+        counted += [(results[place], "gradient of ") for place in sorted(held.gradients)]
+        return {before + self._names[storage_id(x)]: x.untyped_storage().nbytes() for x, before in counted}
 
     def _name(self, x: Tensor, name: str) -> None:
         if storage_id(x) not in self._names:
@@ -156,8 +197,16 @@ class Trial(Context):
             x = torch.as_strided(torch.empty(size, dtype=output.dtype), output.shape, output.strides, output.offset)
         return x.requires_grad_(output.requires_grad)
 
-    def _run(self, kind: str, run: Function, args: Sequence[object]) -> Record:
-        """Forward and backward of a segment."""
+    def _measure(self, kind: str, run: Function, args: Sequence[object]) -> Record:
+        """What a segment of a kind does."""
+        record = self._run(run, args, split=False)
+        if not self._puts_off:
+            return record
+        split = self._run(run, args, split=True)
+        return replace(record, waiting=split.waiting, split_bytes=split.backward_bytes, weight_bytes=split.weight_bytes)
+
+    def _run(self, run: Function, args: Sequence[object], split: bool) -> Record:
+        """Forward and backward of a segment. `split`: and then its weight gradients."""
         given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
         places = {storage_id(x): i for i, x in reversed(list(enumerate(given))) if isinstance(x, Tensor)}
         saved: dict[int, int] = {}
@@ -173,24 +222,58 @@ class Trial(Context):
             outputs, is_tuple = (returned, True) if isinstance(returned, tuple) else ((returned,), False)
             found = describe(outputs, places)
             results = {storage_id(x): o.number for x, o in zip(outputs, found, strict=True) if o.argument is None}
+            stay = {key: weakref.ref(x.untyped_storage()) for x in outputs if (key := storage_id(x)) in results and key in saved}
             made = {key: size for key, size in saved.items() if key not in self.permanent and key not in places}
             roots = [get_gradient_edge(x) for x in outputs if x.requires_grad]
             gradients = [torch.empty_like(x) for x in outputs if x.requires_grad]
+            answered = {storage_id(g): i for g, i in zip(gradients, [i for i, x in enumerate(outputs) if x.requires_grad], strict=True)}
             forward = live.peak
             del returned, outputs
             live.reset_peak()
-            with suppress(*NEED_DATA):
+            with self.products.collecting() if split else nullcontext([]) as work, suppress(*NEED_DATA):
                 if roots:
                     torch.autograd.backward(roots, gradients)
-            most = max(forward, live.peak)
-        return Record(
-            found,
-            is_tuple,
-            sum(size for key, size in made.items() if key not in results),
-            frozenset(places[key] for key in saved if key in places and key not in self.permanent),
-            frozenset(number for key, number in results.items() if key in saved),
-            most - sum(made.values()),
-        )
+            backward, waiting, weight = live.peak, None, 0
+            if split:
+                results_left = {key: n for key, n in results.items() if key in stay and stay[key]() is not None}
+                waiting = self._waiting(work, places, results_left, answered)
+                weight = weight_need(work, live)
+        keeps = frozenset(places[key] for key in saved if key in places and key not in self.permanent)
+        own = sum(size for key, size in made.items() if key not in results)
+        kept = Held(own, keeps, frozenset(number for key, number in results.items() if key in saved))
+        total = sum(made.values())
+        return Record(found, is_tuple, kept, forward - total, backward - total, waiting, 0, weight)
+
+    def _waiting(
+        self, work: Sequence[Work], places: Mapping[int, int], results: Mapping[int, int], gradients: Mapping[int, int]
+    ) -> Held:
+        """What products that were put off read."""
+        read = {storage_id(x): x.untyped_storage().nbytes() for one in work for x in one.operands}
+        read = {key: size for key, size in read.items() if key not in self.permanent}
+        own = sum(size for key, size in read.items() if not (key in places or key in results or key in gradients))
+        arguments, made, answers = (frozenset(at[key] for key in read if key in at) for at in (places, results, gradients))
+        return Held(own, arguments, made, answers)
+
+
+class Products(Deferral):
+    """Those that read data, as experts' do, are left out: fake tensors have none."""
+
+    def take(self, work: Work) -> None:
+        """Keeps or does it."""
+        with suppress(*NEED_DATA):
+            super().take(work)
+
+
+def weight_need(work: list[Work], live: LiveBytes) -> int:
+    """The most that products which were put off need beside what they read."""
+    live.reset_peak()
+    before = live.now
+    work.reverse()
+    with torch.no_grad():
+        while work:
+            with suppress(*NEED_DATA):
+                work.pop().run()
+    return live.peak - before
 
 
 def describe(outputs: Sequence[Tensor], places: Mapping[int, int]) -> tuple[Output, ...]:
@@ -207,10 +290,12 @@ def describe(outputs: Sequence[Tensor], places: Mapping[int, int]) -> tuple[Outp
 
 @dataclass
 class Measurer:
-    """Footprints under some layouts. What was measured is kept. `constant_bytes`: of the whole model's constants, once something was."""
+    """Footprints under some layouts. What was measured is kept. `puts_off`: those of weight gradients that wait too. `constant_bytes`: of
+    the whole model's constants, once something was."""
 
     assignment: Assignment
     mesh: Mesh
+    puts_off: bool = False
     constant_bytes: int = 0
     known: dict[tuple[tuple[str, Recomputation], ...], Mapping[str, Footprint]] = field(default_factory=dict, compare=False)
 
@@ -222,7 +307,7 @@ class Measurer:
         return self.known[key]
 
     def _measure(self, by_kind: Mapping[str, Recomputation]) -> Mapping[str, Footprint]:
-        rt = Trial(self.assignment, self.mesh)
+        rt = Trial(self.assignment, self.mesh, self.puts_off)
         run_trial(rt, self.assignment, self.mesh, by_kind)
         self.constant_bytes = rt.constant_bytes
         return settled(rt.footprints)
@@ -233,15 +318,15 @@ def run_trial(rt: Trial, assignment: Assignment, mesh: Mesh, by_kind: Mapping[st
     graph = assignment.kinds.graph
     recomputed = {s.name: by_kind.get(s.kind, NOTHING) for s in graph.segments}
     program = load_program(emit_stage(Staging(assignment, mesh, (graph.segments,), recomputed), 0), 0, Path("<footprint>"))
-    deferral = Dropped()
     with FakeTensorMode():
         weights: dict[str, Tensor] = {}
         for p in graph.parameters:
             shape = assignment.parameter_layout(p.path).local_shape(p.value.shape, mesh)
             weights[p.path] = torch.empty(shape, dtype=getattr(torch, p.value.dtype), requires_grad=p.trainable)
             if p.trainable:
-                weights[p.path].grad = torch.empty_like(weights[p.path])
-                defer_to(weights[p.path], deferral)
+                weights[p.path].grad_dtype = torch.float32
+                weights[p.path].grad = torch.empty_like(weights[p.path], dtype=torch.float32, requires_grad=False)
+                defer_to(weights[p.path], rt.products)
         inputs = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v in graph.inputs}
         buffers = {path: torch.empty(v.shape, dtype=getattr(torch, v.dtype)) for v, path in graph.buffers}
         with torch.no_grad():
@@ -269,12 +354,22 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def settled(found: Mapping[str, Footprint]) -> dict[str, Footprint]:
     """What one segment alone keeps is its own."""
-    keepers = Counter(name for footprint in found.values() for name in footprint.shared)
+    kept = settled_parts({segment: (f.own_bytes, f.shared) for segment, f in found.items()})
+    waiting = settled_parts({segment: (f.put_off.own_bytes, f.put_off.shared) for segment, f in found.items() if f.put_off is not None})
+    settled = {}
+    for segment, f in found.items():
+        put_off = None if f.put_off is None else replace(f.put_off, own_bytes=waiting[segment][0], shared=waiting[segment][1])
+        settled[segment] = replace(f, own_bytes=kept[segment][0], shared=kept[segment][1], put_off=put_off)
+    return settled
+
+
+def settled_parts(parts: Mapping[str, tuple[int, Mapping[str, int]]]) -> dict[str, tuple[int, dict[str, int]]]:
+    """Own and shared bytes of each, what nobody else has being its own."""
+    holders = Counter(name for _, shared in parts.values() for name in shared)
     return {
-        segment: Footprint(
-            f.own_bytes + sum(size for name, size in f.shared.items() if keepers[name] == 1),
-            {name: size for name, size in f.shared.items() if keepers[name] > 1},
-            f.transient_bytes,
+        segment: (
+            own + sum(size for name, size in shared.items() if holders[name] == 1),
+            {name: size for name, size in shared.items() if holders[name] > 1},
         )
-        for segment, f in found.items()
+        for segment, (own, shared) in parts.items()
     }

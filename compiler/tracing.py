@@ -55,10 +55,10 @@ class Tracer(Trial):
         self._axes = (assignment.axis, EP)
         self.traces: dict[str, Trace] = {}
 
-    def _run(self, kind: str, run: Function, args: Sequence[object]) -> Record:
+    def _measure(self, kind: str, run: Function, args: Sequence[object]) -> Record:
         if kind in self._writers:
             self.traces[kind] = self._trace(kind, run.args[1].__globals__, run.args[2], args)  # type: ignore[attr-defined]
-        return super()._run(kind, run, args)
+        return super()._measure(kind, run, args)
 
     def _trace(self, kind: str, module: Mapping[str, object], weights: object, args: Sequence[object]) -> Trace:
         writer = self._writers[kind]

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
-from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, priced
-from meshwright.passes.simulate import default_chunks, stage_in_flight
+from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, on_ranks, priced
+from meshwright.passes.simulate import default_chunks
 from meshwright.passes.step_end import FP32_BYTES
 from meshwright.passes.synthesise import Problem, synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
-from meshwright.runtime.actions import Schedule, StageRanks, stage_ranks
+from meshwright.runtime.actions import Schedule, StageRanks, split_backwards, stage_ranks
 from meshwright.runtime.orders import ASYNCHRONOUS, SCHEDULES
 from meshwright.runtime.schedules import insert_transfers
 from meshwright.runtime.soundness import check_schedule
@@ -81,6 +81,14 @@ class ScheduleChoice:
         )
 
 
+def may_put_off(schedule: str) -> bool:
+    """Whether weight gradients may wait for a W under what a schedule's name stands for."""
+    if schedule not in SCHEDULES:
+        return True
+    named = SCHEDULES[schedule]
+    return any(split_backwards(actions) for actions in named.order(2, named.chunks, 2))
+
+
 def choose_schedule(segments: Sequence[SegmentCost], pipeline: Pipeline) -> ScheduleChoice:
     """The best schedule of those that are asked for. InputError when none can be had."""
     if pipeline.actions is not None:
@@ -117,18 +125,14 @@ def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule
 def synthesised(pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
     """An order for the stages of the best named schedule, which it starts from."""
     stages, ranks = best.stages.stages, best.stage_ranks
-    per_micro_batch = tuple(s.kept_bytes for s in stages)
+    needs = tuple(s.needs for s in stages)
     room = None
     if pipeline.memory_limit is not None:
-        lasting = [s.memory.total - s.memory.activations for s in stages]
+        lasting = [s.memory.total - s.memory.activations - s.memory.transient for s in stages]
         taken = [sum(size for size, at in zip(lasting, ranks, strict=True) if at == rank) for rank in range(pipeline.mesh.pp)]
         room = tuple(pipeline.memory_limit - size for size in taken)
-    order = synthesise(Problem(best.stages.order, best.stages.times, per_micro_batch, room))
-    in_flight = stage_in_flight(order)
-    held = tuple(
-        replace(s, memory=s.memory.model_copy(update={"activations": count * size}))
-        for s, count, size in zip(stages, in_flight, per_micro_batch, strict=True)
-    )
+    order = synthesise(Problem(best.stages.order, best.stages.times, needs, room))
+    held = on_ranks(stages, order)
     found = priced(held, order, best.stages.times)
     end_s = best.stages.end_s
     step_s = found.step_s * busy_share(found, pipeline.link) + end_s

@@ -1,11 +1,11 @@
 """Choose pipeline stages: consecutive segments to stages, least modelled step time, within memory. Numbers in, numbers out.
 
-memory    of one rank: parameters, gradients and optimizer state (passes.step_end says how ZeRO shards them over dp), and the
-          activations of as many micro-batches as the schedule keeps in flight on that stage (1F1B: p - s; GPipe: all).
+memory    of one rank: parameters, gradients and optimizer state (passes.step_end says how ZeRO shards them over dp), and what the
+          schedule keeps of micro-batches on that stage at its fullest (passes.stage_memory; 1F1B: activations of p - s; GPipe: of all).
           A parameter that several segments of a stage read counts once there, one that several stages read (tied) on each.
           PipeDream-2BW has a second copy of parameters and gradients
 chunks    with v model chunks per rank there are p v stages, and each may have 1/v of the memory limit: the chunks of a rank
-          are then sure to fit together
+          are then sure to fit together. What is told of them is what they have at the rank's fullest moments
 pinned    the user's own stages: kept, or refused when memory does not allow them
 time      passes.solver chooses by a closed form, passes.refine_stages from there by the simulated step (passes.simulate)
 """
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
 from meshwright.passes.refine_stages import refine
-from meshwright.passes.simulate import Timeline, Times, compute_order, stage_in_flight, steady, timed
+from meshwright.passes.simulate import Timeline, Times, compute_order, steady, timed
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
-from meshwright.passes.solver_recompute import Option, kept_of, solve_stage
+from meshwright.passes.solver_recompute import solve_stage
+from meshwright.passes.stage_memory import Moment, Needs, Option, Row, moments, needs_of, rank_rows, stage_row
 from meshwright.passes.step_end import FP32_BYTES, Holding, step_end_s
 from meshwright.plans.document import Memory
 from meshwright.plans.errors import InputError, OverLimitError
@@ -68,8 +69,8 @@ class SegmentCost:
 @dataclass(frozen=True)
 class StageCost:
     """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`; `parameter_bytes` are
-    those of its parameters before ZeRO shards them, `kept_bytes` the activations of one micro-batch. `taken`: of the options of each
-    segment, by number."""
+    those of its parameters before ZeRO shards them, `needs` what one micro-batch keeps. `taken`: of the options of each segment, by
+    number."""
 
     segments: tuple[str, ...]
     forward_s: float
@@ -77,8 +78,12 @@ class StageCost:
     memory: Memory
     weight_s: float = 0.0
     parameter_bytes: int = 0
-    kept_bytes: int = 0
+    needs: Needs = field(default_factory=lambda: Needs.plain(0))
     taken: tuple[int, ...] = ()
+
+    def with_row(self, row: Row) -> StageCost:
+        """The same with other bytes of micro-batches."""
+        return replace(self, memory=self.memory.model_copy(update={"activations": row.activations, "transient": row.transient}))
 
 
 @dataclass(frozen=True)
@@ -124,28 +129,29 @@ def choose_stages(
     InputError when there are fewer segments than stages, when the pins are no partition, or when no stages fit the limit.
     """
     order = compute_order(schedule, mesh.pp, micro_batches, chunks) if order is None else order
-    kept = stage_in_flight(order)
-    if len(segments) < len(kept):
+    ranks = stage_ranks(order)
+    fullest = tuple(moments(a for a in order[rank] if a.stage == stage) for stage, rank in enumerate(ranks))
+    if len(segments) < len(ranks):
         asked = f"pp={mesh.pp}" if chunks == 1 else f"pp={mesh.pp} with {chunks} chunks"
         raise InputError(
             f"mesh: {asked} asks for as many stages, the model has {len(segments)} segments "
             f"({', '.join(s.name for s in segments)}); use pp={len(segments) // chunks} or less"
         )
     transfers = tuple(point_to_point_s(s.boundary_bytes, link) if link else 0.0 for s in segments)
-    ends = read_pins(segments, len(kept), pinned) if pinned is not None else {}
+    ends = read_pins(segments, len(ranks), pinned) if pinned is not None else {}
     holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches, *item_bytes)
     limit = None if memory_limit is None else memory_limit // chunks
     settled = None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches)
-    costs: dict[tuple[int, int, int], StageCost] = {}
+    costs: dict[tuple[int, int, tuple[Moment, ...]], StageCost] = {}
 
-    def stage(start: int, stop: int, count: int) -> StageCost:
-        if (start, stop, count) not in costs:
-            costs[start, stop, count] = stage_cost(segments[start:stop], count, holding, limit)
-        return costs[start, stop, count]
+    def stage(start: int, stop: int, at: tuple[Moment, ...]) -> StageCost:
+        if (start, stop, at) not in costs:
+            costs[start, stop, at] = stage_cost(segments[start:stop], at, holding, limit)
+        return costs[start, stop, at]
 
     def choice(cuts: Cuts) -> StageChoice:
-        spans = zip((0, *cuts[:-1]), cuts, kept, strict=True)
-        stages = tuple(stage(start, stop, count) for start, stop, count in spans)
+        spans = zip((0, *cuts[:-1]), cuts, fullest, strict=True)
+        stages = tuple(stage(start, stop, at) for start, stop, at in spans)
         found = priced(stages, order, stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]]), settled)
         found = replace(found, step_s=found.step_s * busy_share(found, link))
         if dp_link is None:
@@ -157,18 +163,19 @@ def choose_stages(
     over: list[tuple[Infeasible, Sequence[SegmentCost]]] = []
     for alike in all_alike(segments):
         items = tuple(item(segment, transfer, holding) for segment, transfer in zip(alike, transfers, strict=True))
-        chain = Chain(items, kept, micro_batches, limit, ends)
+        chain = Chain(items, fullest, micro_batches, limit, ends)
         try:
-            cuts = refine(chain, solve_partition(chain), lambda cuts: choice(cuts).step_s, stage_ranks(order))
+            cuts = refine(chain, solve_partition(chain), lambda cuts: choice(cuts).step_s, ranks)
         except Infeasible as error:
             over.append((error, alike))
         else:
             found.append(choice(cuts))
     if found:
-        return min(found, key=lambda choice: choice.step_s)
+        best = min(found, key=lambda choice: choice.step_s)
+        return replace(best, stages=on_ranks(best.stages, order))
     least, leanest = min(over, key=lambda failed: failed[0].least_bytes)
     limits = memory_limit or 0, least.least_bytes * chunks
-    raise OverLimitError(does_not_fit(leanest, least, kept, limits, pinned is not None, holding, len(over) > 1))
+    raise OverLimitError(does_not_fit(leanest, least, fullest, limits, pinned is not None, holding, len(over) > 1))
 
 
 def all_alike(segments: Sequence[SegmentCost]) -> Iterator[tuple[SegmentCost, ...]]:
@@ -185,7 +192,7 @@ def taking(segment: SegmentCost, option: Option) -> SegmentCost:
         activation_bytes=option.own_bytes,
         shared_bytes=option.shared,
         transient_bytes=option.transient_bytes,
-        options=(),
+        options=(replace(option, seconds=0.0),),
     )
 
 
@@ -215,31 +222,41 @@ def item(segment: SegmentCost, transfer_s: float, holding: Holding) -> Item:
     shared = {path: holding.total(size) for path, size in segment.parameter_bytes.items()}
     shared[CONSTANTS] = segment.constant_bytes
     seconds = segment.forward_s + segment.backward_s
-    return Item(seconds, 2 * transfer_s, segment.activation_bytes, shared, segment.shared_bytes, segment.transient_bytes)
+    return Item(seconds, 2 * transfer_s, segment.ways[0], shared)
 
 
-def stage_cost(segments: Sequence[SegmentCost], in_flight: int, holding: Holding, limit_bytes: int | None = None) -> StageCost:
-    """Sums over a stage's segments, every parameter once. Where these may recompute, what takes least time within the limit."""
+def stage_cost(segments: Sequence[SegmentCost], at: Sequence[Moment], holding: Holding, limit_bytes: int | None = None) -> StageCost:
+    """Sums over a stage's segments, every parameter once. Where these may recompute, what takes least time within the limit. `at`: the
+    moments when its micro-batches may take most."""
     local = {path: size for s in segments for path, size in s.parameter_bytes.items()}
     parameters = sum(local.values())
     lasting = holding.memory(parameters, 0).model_copy(update={"buffers": max(s.constant_bytes for s in segments)})
     ways = [s.ways for s in segments]
     taken: tuple[int, ...] | None = (0,) * len(segments)
     if limit_bytes is not None and any(len(options) > 1 for options in ways):
-        taken = solve_stage(ways, in_flight, limit_bytes - lasting.total)
+        taken = solve_stage(ways, at, limit_bytes - lasting.total)
     assert taken is not None, "the cuts fit with one option for all"
     options = [way[number] for way, number in zip(ways, taken, strict=True)]
-    found = kept_of(options)
-    return StageCost(
+    needs = needs_of(options)
+    cost = StageCost(
         tuple(s.name for s in segments),
         sum(s.forward_s for s in segments),
         sum(s.backward_s for s in segments) + sum(option.seconds for option in options),
-        lasting.model_copy(update={"activations": in_flight * found.kept_bytes, "transient": found.transient_bytes}),
+        lasting,
         sum(s.weight_s for s in segments),
         parameters,
-        found.kept_bytes,
+        needs,
         taken,
     )
+    return cost.with_row(stage_row(needs, at))
+
+
+def on_ranks(stages: Sequence[StageCost], order: Schedule) -> tuple[StageCost, ...]:
+    """The stages with what they have of micro-batches at the fullest moments of their ranks."""
+    rows: dict[int, Row] = {}
+    for actions in order:
+        rows.update(rank_rows(actions, {stage: stages[stage].needs for stage in sorted({a.stage for a in actions})}))
+    return tuple(cost.with_row(rows[stage]) for stage, cost in enumerate(stages))
 
 
 def read_pins(segments: Sequence[SegmentCost], num_stages: int, pinned: Sequence[Sequence[str]]) -> dict[int, int]:
@@ -277,20 +294,20 @@ def reason(segments: Sequence[SegmentCost], name: str) -> str:
 
 
 def does_not_fit(
-    segments: Sequence[SegmentCost], error: Infeasible, kept: Sequence[int], limits: tuple[int, int], pinned: bool, holding: Holding,
-    recomputed: bool = False,
+    segments: Sequence[SegmentCost], error: Infeasible, fullest: Sequence[tuple[Moment, ...]], limits: tuple[int, int], pinned: bool,
+    holding: Holding, recomputed: bool = False,
 ) -> str:
     """One line: the stage that needs most under the best cuts, what it needs, and what would fit. `limits`: what was allowed,
     and the least that will do. `recomputed`: with the recomputation that needs least."""
     limit, least = limits
     starts = (0, *error.cuts[:-1])
-    costs = [stage_cost(segments[i:j], count, holding) for i, j, count in zip(starts, error.cuts, kept, strict=True)]
+    costs = [stage_cost(segments[i:j], at, holding) for i, j, at in zip(starts, error.cuts, fullest, strict=True)]
     stage, cost = max(enumerate(costs), key=lambda found: found[1].memory.total)
-    memory = cost.memory
+    memory, most = cost.memory, max(fullest[stage], key=lambda moment: moment.kept)
     held = (
         f"parameters {format_bytes(memory.parameters)}, gradients {format_bytes(memory.gradients)}, "
         f"optimizer {format_bytes(memory.optimizer)}, "
-        f"activations {format_bytes(memory.activations)} with {kept[stage]} micro-batches in flight, "
+        f"activations {format_bytes(memory.activations)} with {most.kept + most.put_off + 1} micro-batches in flight, "
         f"{format_bytes(memory.transient)} for the moment"
     )
     least_kept = ", recomputing what it can," if recomputed else ""

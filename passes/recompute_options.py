@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from meshwright.compiler.footprint import Footprint
 from meshwright.compiler.recomputation import NOTHING, WHOLE, Recomputation
 from meshwright.passes.choose_regions import Regions
-from meshwright.passes.solver_recompute import Option
+from meshwright.passes.stage_memory import Option
 
 Given = Mapping[str, Recomputation]
 
@@ -63,4 +63,6 @@ def again_s(regions: Regions, kind: str, forward_s: float, recomputation: Recomp
 
 def option(footprint: Footprint, seconds: float) -> Option:
     """As the solver sees it."""
-    return Option(footprint.own_bytes, footprint.shared, footprint.transient_bytes, seconds)
+    return Option(
+        footprint.own_bytes, footprint.shared, footprint.transient_bytes, seconds, footprint.forward_bytes, footprint.put_off
+    )

@@ -27,7 +27,7 @@ from meshwright.passes.choose_stages import SegmentCost, StageCost
 from meshwright.passes.overlap import linear_input, linear_input_s, matmuls
 from meshwright.passes.recompute_options import again_s, footprints, option, recomputations
 from meshwright.passes.segment_graph import crossing, segment_graph, topological
-from meshwright.passes.solver_recompute import Option
+from meshwright.passes.stage_memory import Option
 from meshwright.passes.step_end import FP32_BYTES
 from meshwright.plans.layout import I, R, Type, conversion
 from meshwright.plans.mesh import Mesh

@@ -4,8 +4,8 @@ Given items 0..n-1 with seconds t_i (forward and backward of one micro-batch), s
 directions of one micro-batch), p stages and M micro-batches:
 
     T(i, j)     = t_i + ... + t_{j-1}, from prefix sums
-    memory      = shared parameters of items i..j-1, each counted once, + in_flight[s] x their activation bytes (shared ones once)
-                  + the most that there is beside these, when one item after the other runs (passes.solver_recompute.kept_of)
+    memory      = shared parameters of items i..j-1, each counted once, + the most that there is of micro-batches at any moment of
+                  the stage (passes.stage_memory)
     minimise    (M - 1) max_s T_s + sum_s T_s + sum of c over the cuts
 
 which is the step time of a flushing pipeline (GPipe, 1F1B) whose slowest stage never waits after its first micro-batch:
@@ -26,8 +26,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
+from operator import add
 
 from ortools.sat.python import cp_model
+
+from meshwright.passes.stage_memory import RULES, Doing, Moment, Option
 
 TOTAL_TICKS = 1 << 30
 
@@ -36,6 +39,9 @@ Cuts = tuple[int, ...]
 
 Arc = tuple[int, int, int]
 """(stage, first item, one past the last)."""
+
+Table = tuple[tuple[int, ...], ...]
+"""A number for each run of items: [first][length - 1]."""
 
 Ends = tuple[tuple[int, ...], ...]
 """An end for each stage and first item."""
@@ -54,41 +60,38 @@ class Infeasible(Exception):
 class Item:
     """One indivisible piece of the chain.
 
+    activations    what a micro-batch keeps and needs
     shared_bytes   what a stage holds once however many of its items name it (a tied parameter), by name
-    kept_bytes     activations of a micro-batch of which the same holds, by name
-    moment_bytes   what there is for the moment while it runs
     """
 
     seconds: float
     cut_s: float
-    activation_bytes: int
+    activations: Option
     shared_bytes: Mapping[str, int] = field(default_factory=dict)
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
-    moment_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Chain:
     """The problem.
 
-    in_flight     micro-batches whose activations each stage keeps
+    moments       of each stage, when micro-batches may take most
     limit_bytes   of one rank; None: no limit
     pinned        fixed ends: stage -> one past its last item
     """
 
     items: tuple[Item, ...]
-    in_flight: tuple[int, ...]
+    moments: tuple[tuple[Moment, ...], ...]
     micro_batches: int
     limit_bytes: int | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.in_flight) <= len(self.items):
-            raise ValueError(f"{len(self.items)} items cannot fill {len(self.in_flight)} stages, each with one item or more")
+        if not 1 <= len(self.moments) <= len(self.items):
+            raise ValueError(f"{len(self.items)} items cannot fill {len(self.moments)} stages, each with one item or more")
 
     @property
     def stages(self) -> int:
-        return len(self.in_flight)
+        return len(self.moments)
 
     @cached_property
     def repeats(self) -> int:
@@ -112,29 +115,34 @@ class Chain:
         return (0, *(round(i.cut_s / self.tick_s) for i in self.items[:-1]), 0)
 
     @cached_property
-    def resident_bytes(self) -> tuple[tuple[int, ...], ...]:
+    def resident_bytes(self) -> Table:
         """resident_bytes[i][j - i - 1]: shared bytes of items i..j-1, each name once."""
         return each_once([item.shared_bytes for item in self.items])
 
     @cached_property
-    def shared_activations(self) -> tuple[tuple[int, ...], ...]:
-        """The same of activations."""
-        return each_once([item.kept_bytes for item in self.items])
+    def kept(self) -> Table:
+        """[i][j - i - 1]: what items i..j-1 keep of a micro-batch until its backward, each name once."""
+        return self._sums([item.activations.own_bytes for item in self.items], [item.activations.shared for item in self.items])
 
     @cached_property
-    def activations(self) -> tuple[int, ...]:
-        """Prefix sums of activation bytes of one micro-batch that items do not share."""
-        return tuple(accumulate((i.activation_bytes for i in self.items), initial=0))
+    def put_off(self) -> Table:
+        """The same from there to its W."""
+        waiting = [item.activations.waiting for item in self.items]
+        return self._sums([w.own_bytes for w in waiting], [w.shared for w in waiting])
+
+    def _sums(self, own: Sequence[int], shared: Sequence[Mapping[str, int]]) -> Table:
+        once = each_once(shared)
+        return tuple(tuple(map(add, accumulate(own[start:]), row)) for start, row in enumerate(once))
 
     @cached_property
-    def peaks(self) -> tuple[tuple[int, ...], ...]:
-        """peaks[i][j - i - 1]: the most of own activations and the moment's need while items i..j-1 run one after the other."""
-        rows = []
-        for start in range(len(self.items)):
-            sums = accumulate(item.activation_bytes for item in self.items[start:])
-            needs = (kept + item.moment_bytes for kept, item in zip(sums, self.items[start:], strict=True))
-            rows.append(tuple(accumulate(needs, max)))
-        return tuple(rows)
+    def during(self) -> dict[Doing, Table]:
+        """The same: the most that there is of a micro-batch during an action of a stage."""
+        options = [item.activations for item in self.items]
+        found = {}
+        for now in {moment.doing for at in self.moments for moment in at}:
+            shared = each_once([RULES[now].shared(option) for option in options])
+            found[now] = tuple(tuple(map(add, RULES[now].peaks(options[start:]), row)) for start, row in enumerate(shared))
+        return found
 
     def duration(self, start: int, stop: int) -> int:
         """Ticks of items start..stop-1."""
@@ -142,10 +150,12 @@ class Chain:
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
         """What a stage of items start..stop-1 keeps."""
-        last, kept = stop - start - 1, self.in_flight[stage]
-        shared = kept * self.shared_activations[start][last]
-        own = (kept - 1) * (self.activations[stop] - self.activations[start]) + self.peaks[start][last]
-        return self.resident_bytes[start][last] + shared + own
+        last = stop - start - 1
+        most = 0
+        for moment in self.moments[stage]:
+            there = moment.kept * self.kept[start][last] + self.during[moment.doing][start][last]
+            most = max(most, there + (moment.put_off * self.put_off[start][last] if moment.put_off else 0))
+        return self.resident_bytes[start][last] + most
 
     def cost(self, cuts: Cuts) -> int:
         """The objective in ticks."""
@@ -160,7 +170,7 @@ class Chain:
         return sum(self.cut_ticks[j] for j in cuts[:-1])
 
 
-def each_once(named: Sequence[Mapping[str, int]]) -> tuple[tuple[int, ...], ...]:
+def each_once(named: Sequence[Mapping[str, int]]) -> Table:
     """[i][j - i - 1]: sum over i..j-1, each name once."""
     rows = []
     for start in range(len(named)):

@@ -10,21 +10,24 @@ solve_regions   which statements of a layer run again, at a price of p bytes for
                 A statement that only moves a value between chosen ones goes with them; where that talks to other ranks it is ruled out.
                 (The cut of Jain et al., Checkmate, arXiv 1910.02653, section 4, for one level of recomputation.)
 
-solve_stage     which option each segment of a stage takes, k micro-batches in flight. For segment i and option o let x_io = 1 when taken,
-                A_i its kept bytes and T_i its moment's need:
+solve_stage     which option each segment of a stage takes. For segment i and option o let x_io = 1 when taken:
 
                     minimise     sum of seconds_io x_io
-                    (k - 1) A + A_0 + ... + A_i + T_i <= room     for every i, A the sum over the stage
+                    what passes.stage_memory says of each moment and i <= room; for a backward beside k other micro-batches
+                                 k A + A_0 + ... + A_i + T_i,  A the sum over the stage
                     shared storages count once, from the beginning
                     alike neighbours: kept bytes do not fall, so that those that need most at once run while least is kept
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
+
+from meshwright.passes.stage_memory import RULES, Doing, Moment, Option, stage_bytes
 
 TICKS = 1 << 30
 """Seconds are counted in whole ticks, of which all options together have about so many."""
@@ -84,80 +87,75 @@ def solve_regions(problem: Statements, bytes_per_s: float) -> frozenset[int]:
     return frozenset(i for i in range(count) if i not in problem.movers and solver.boolean_value(x[i]))
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to run a segment.
-
-    own_bytes         that autograd keeps for it alone, per micro-batch
-    shared            storages that it keeps and that others may keep too, by name
-    transient_bytes   the most that is there beside what is kept, in its forward or backward
-    seconds           that it adds to the backward
-    """
-
-    own_bytes: int
-    shared: Mapping[str, int] = field(default_factory=dict)
-    transient_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a stage keeps of a micro-batch, and the most that there is beside that of all micro-batches."""
-
-    kept_bytes: int
-    transient_bytes: int
-
-
-def kept_of(options: Sequence[Option]) -> Kept:
-    """Of a stage whose segments take these, in order."""
-    shared = {name: size for option in options for name, size in option.shared.items()}
-    at = most = sum(shared.values())
-    for option in options:
-        at += option.own_bytes
-        most = max(most, at + option.transient_bytes)
-    return Kept(at, most - at)
-
-
-def stage_bytes(options: Sequence[Option], in_flight: int) -> int:
-    """Activations and the moment's need of a stage."""
-    found = kept_of(options)
-    return in_flight * found.kept_bytes + found.transient_bytes
-
-
-def solve_stage(segments: Sequence[Sequence[Option]], in_flight: int, room_bytes: int) -> tuple[int, ...] | None:
+def solve_stage(segments: Sequence[Sequence[Option]], at: Sequence[Moment], room_bytes: int) -> tuple[int, ...] | None:
     """The option of each segment, by number; None when nothing fits. Segments with equal options are alike."""
     first = tuple(min(range(len(options)), key=lambda o: (options[o].seconds, options[o].own_bytes)) for options in segments)
-    if stage_bytes([s[o] for s, o in zip(segments, first, strict=True)], in_flight) <= room_bytes:
+    if stage_bytes([s[o] for s, o in zip(segments, first, strict=True)], at) <= room_bytes:
         return first
-    model = cp_model.CpModel()
-    x = [[model.new_bool_var(f"x{i}.{o}") for o in range(len(options))] for i, options in enumerate(segments)]
-    own = []
-    for taken, options in zip(x, segments, strict=True):
-        model.add_exactly_one(taken)
-        own.append(sum(option.own_bytes * var for option, var in zip(options, taken, strict=True)))
-    together = []
-    for name, size in {n: s for options in segments for o in options for n, s in o.shared.items()}.items():
-        there = model.new_bool_var(name)
-        together.append(size * there)
-        for taken, options in zip(x, segments, strict=True):
-            for option, var in zip(options, taken, strict=True):
-                if name in option.shared:
-                    model.add_implication(var, there)
-    for i, (taken, options) in enumerate(zip(x, segments, strict=True)):
-        needs = sum(option.transient_bytes * var for option, var in zip(options, taken, strict=True))
-        model.add((in_flight - 1) * sum(own) + sum(own[: i + 1]) + in_flight * sum(together) + needs <= room_bytes)
-        if i and segments[i - 1] == options:
-            model.add(own[i - 1] <= own[i])
-    model.add(in_flight * (sum(own) + sum(together)) <= room_bytes)
-    total = sum(max(o.seconds for o in options) for options in segments) or 1.0
-    model.minimize(
-        sum(round(o.seconds / total * TICKS) * var for taken, options in zip(x, segments, strict=True)
-            for o, var in zip(options, taken, strict=True))
-    )  # fmt: skip
-    solver = _solver()
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    return tuple(next(o for o, var in enumerate(taken) if solver.boolean_value(var)) for taken in x)
+    stage = _Stage(segments, {moment.doing for moment in at})
+    for moment in at:
+        stage.fit(moment, room_bytes)
+    return stage.solve()
+
+
+Sum = cp_model.LinearExprT
+
+
+class _Stage:
+    """The model of solve_stage."""
+
+    def __init__(self, segments: Sequence[Sequence[Option]], doing: AbstractSet[Doing]) -> None:
+        self._segments = segments
+        self._model = cp_model.CpModel()
+        self._x = [[self._model.new_bool_var(f"x{i}.{o}") for o in range(len(options))] for i, options in enumerate(segments)]
+        for taken in self._x:
+            self._model.add_exactly_one(taken)
+        self._kept = self._sums(lambda option: option.own_bytes)
+        self._put_off = self._sums(lambda option: option.waiting.own_bytes)
+        self._shared = {now: self._once(RULES[now].shared) for now in {*doing, Doing.BACKWARD, Doing.WEIGHT}}
+        for i in range(1, len(segments)):
+            if segments[i - 1] == segments[i]:
+                self._model.add(self._kept[i - 1] <= self._kept[i])
+
+    def _sums(self, size: Callable[[Option], int]) -> list[Sum]:
+        """By segment, a number of the option that is taken."""
+        return [
+            sum(size(option) * var for option, var in zip(options, taken, strict=True))
+            for options, taken in zip(self._segments, self._x, strict=True)
+        ]
+
+    def _once(self, of: Callable[[Option], Mapping[str, int]]) -> Sum:
+        """Bytes of what any option that is taken has by name, each once."""
+        total: Sum = 0
+        for name, size in {n: size for options in self._segments for o in options for n, size in of(o).items()}.items():
+            there = self._model.new_bool_var(name)
+            total += size * there
+            for taken, options in zip(self._x, self._segments, strict=True):
+                for option, var in zip(options, taken, strict=True):
+                    if name in of(option):
+                        self._model.add_implication(var, there)
+        return total
+
+    def fit(self, moment: Moment, room_bytes: int) -> None:
+        """What there is at a moment fits."""
+        kept, put_off, now = self._kept, self._put_off, moment.doing
+        others = moment.kept * (sum(kept) + self._shared[Doing.BACKWARD])
+        if moment.put_off:
+            others += moment.put_off * (sum(put_off) + self._shared[Doing.WEIGHT])
+        needs = self._sums(RULES[now].need)
+        for i, need in enumerate(needs):
+            there = sum(put_off[: i + 1]) if now is Doing.WEIGHT else sum(kept[: i + 1])
+            after = sum(put_off[i + 1 :]) if now is Doing.SPLIT else 0
+            self._model.add(others + self._shared[now] + there + after + need <= room_bytes)
+
+    def solve(self) -> tuple[int, ...] | None:
+        """The cheapest options, by number."""
+        total = sum(max(o.seconds for o in options) for options in self._segments) or 1.0
+        self._model.minimize(sum(self._sums(lambda option: round(option.seconds / total * TICKS))))
+        solver = _solver()
+        if solver.solve(self._model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        return tuple(next(o for o, var in enumerate(taken) if solver.boolean_value(var)) for taken in self._x)
 
 
 def _solver() -> cp_model.CpSolver:

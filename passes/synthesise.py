@@ -1,11 +1,12 @@
 """A schedule made for the stages at hand: F, B and W of every rank ordered for their own times, transfers and memory.
 
 Given the stages' places on ranks, seconds F_s, B_s, W_s of a micro-batch and c_s of the transfer behind stage s, m micro-batches, and
-room R_r for activations on rank r, of which a micro-batch of stage s takes a_s from its forward to its weight gradient:
+room R_r on rank r, of which a micro-batch of stage s takes a_s from its forward to its backward and d_s from there to its weight gradient,
+and for the moment more in each of these (passes.stage_memory):
 
     minimise   the end of the last action
     subject to F(s, i) after F(s-1, i) + c_(s-1);  B(s, i) after F(s, i) and B(s+1, i) + c_s;  W(s, i) after B(s, i)
-               a rank does one action at a time; activations on rank r never take more than R_r
+               a rank does one action at a time; micro-batches on rank r never take more than R_r
                actions of a kind and stage in the order of micro-batches (they are alike, so nothing is lost)
 
     list_order   a list scheduler: at any time a rank does the backward that is ready, or else the forward, or else fills the gap with W
@@ -26,6 +27,7 @@ from itertools import pairwise, product
 from ortools.sat.python import cp_model
 
 from meshwright.passes.simulate import Timeline, Times, timed
+from meshwright.passes.stage_memory import Doing, Needs, rank_rows
 from meshwright.runtime.actions import Action, Kind, Schedule, StageRanks, split_backwards, stage_ranks
 from meshwright.runtime.schedules import reads_from
 
@@ -50,13 +52,13 @@ class Problem:
     """What is to be ordered.
 
     start        an order that fits, such as a named schedule's
-    kept_bytes   a_s: activations of one micro-batch by stage
+    needs        a_s, d_s and what a micro-batch takes during its actions, by stage
     room_bytes   R_r: by rank; None: as much as `start` takes on its fullest rank
     """
 
     start: Schedule
     times: Times
-    kept_bytes: tuple[int, ...]
+    needs: tuple[Needs, ...]
     room_bytes: tuple[int, ...] | None = None
 
     @cached_property
@@ -70,7 +72,7 @@ class Problem:
     @cached_property
     def room(self) -> tuple[int, ...]:
         """Room by rank: what is given, and at least what the start takes there."""
-        used = kept_bytes(self.start, self.kept_bytes)
+        used = taken_bytes(self.start, self.needs)
         given = self.room_bytes or (max(used),) * len(used)
         return tuple(map(max, given, used))
 
@@ -85,23 +87,23 @@ class Problem:
     def stages_on(self, rank: int) -> list[int]:
         return [stage for stage, at in enumerate(self.ranks) if at == rank]
 
+    def extra(self, action: Action) -> int:
+        """What a micro-batch takes for the moment of an action, beside what is kept of it."""
+        needs, split = self.needs[action.stage], action.stage in self.splits
+        if action.kind is Kind.W:
+            return needs.during[Doing.WEIGHT] - needs.put_off
+        return needs.during[Doing.FORWARD if action.kind is Kind.F else Doing.SPLIT if split else Doing.BACKWARD] - needs.kept
+
     def step_s(self, order: Schedule) -> float:
         return timed(order, self.times).step_s
 
 
-def kept_bytes(order: Schedule, per_micro_batch: Sequence[int]) -> tuple[int, ...]:
-    """Most bytes of activations on every rank."""
+def taken_bytes(order: Schedule, needs: Sequence[Needs]) -> tuple[int, ...]:
+    """The most that micro-batches take on every rank."""
     found = []
     for actions in order:
-        split = split_backwards(actions)
-        now = most = 0
-        for action in actions:
-            if action.kind is Kind.F:
-                now += per_micro_batch[action.stage]
-                most = max(most, now)
-            elif action.kind is Kind.W or (action.stage, action.micro_batch) not in split:
-                now -= per_micro_batch[action.stage]
-        found.append(most)
+        rows = rank_rows(actions, {stage: needs[stage] for stage in {a.stage for a in actions}}).values()
+        found.append(sum(row.activations + row.transient for row in rows))
     return tuple(found)
 
 
@@ -140,7 +142,7 @@ def is_shortest(problem: Problem, order: Schedule) -> bool:
 
 def better(problem: Problem, best: Schedule, other: Schedule | None) -> Schedule:
     """The shorter of two orders that fit; the first unless the other gains something."""
-    if other is None or any(map(int.__gt__, kept_bytes(other, problem.kept_bytes), problem.room)):
+    if other is None or any(map(int.__gt__, taken_bytes(other, problem.needs), problem.room)):
         return best
     return other if problem.step_s(other) < problem.step_s(best) * (1 - GAIN) else best
 
@@ -191,6 +193,7 @@ class _List:
         self.next = {(s, kind): 0 for s in range(len(problem.ranks)) for kind in problem.kinds(s)}
         self.left = len(self.next) * problem.micro_batches
         self.stages = [problem.stages_on(rank) for rank in range(num_ranks)]
+        self.spare = [max(problem.extra(Action(stage, Kind.B, 0)) for stage in stages) for stages in self.stages]
 
     def advance(self) -> bool:
         """One more action, of the rank that can begin one first; False when no rank can."""
@@ -203,12 +206,21 @@ class _List:
         self.found[rank].append(action)
         self.next[action.stage, action.kind] += 1
         self.left -= 1
-        size = self.problem.kept_bytes[action.stage]
+        needs = self.problem.needs[action.stage]
         if action.kind is Kind.F:
-            self.used[rank] += size
-        elif action.kind is Kind.W or not split:
-            self.used[rank] -= size
+            self.used[rank] += needs.kept
+        elif action.kind is Kind.B:
+            self.used[rank] += (needs.put_off if split else 0) - needs.kept
+        else:
+            self.used[rank] -= needs.put_off
         return True
+
+    def fits(self, rank: int, action: Action) -> bool:
+        """Whether a rank has room for an action, and after a forward still for any backward."""
+        needs, extra = self.problem.needs[action.stage], self.problem.extra(action)
+        if action.kind is Kind.F:
+            extra = needs.kept + max(extra, self.spare[rank])
+        return action.kind is Kind.W or self.used[rank] + extra <= self.problem.room[rank]
 
     def choose(self, rank: int) -> tuple[float, int, Action] | None:
         """(start, rank, action) of what a rank does next."""
@@ -235,7 +247,7 @@ class _List:
             if self.next.get((stage, kind), self.problem.micro_batches) >= self.problem.micro_batches:
                 continue
             action = Action(stage, kind, self.next[stage, kind])
-            if kind is Kind.F and self.used[rank] + self.problem.kept_bytes[stage] > self.problem.room[rank]:
+            if not self.fits(rank, action):
                 continue
             ready = ready_s(self.problem, action, self.ends)
             if ready is not None:
@@ -265,6 +277,7 @@ def sources(problem: Problem, action: Action) -> Iterator[tuple[Action, float]]:
 
 # CP-SAT
 
+Time = cp_model.LinearExprT
 Window = tuple[float, float]
 """Ticks from and to: actions that start in it are free."""
 
@@ -360,19 +373,39 @@ class _Model:
             latest[key] = action
 
     def add_room(self, actions: Sequence[Action]) -> None:
-        """What is kept at a time fits."""
+        """What is taken at a time fits: until a backward's end what its forward keeps, then what is put off; while an action runs what it
+        takes beside."""
         rank = self.problem.ranks[actions[0].stage]
-        sizes = {s: self.problem.kept_bytes[s] for s in self.problem.stages_on(rank)}
-        if sum(sizes.values()) * self.problem.micro_batches <= self.problem.room[rank]:
+        stages = self.problem.stages_on(rank)
+        room, splits = self.problem.room[rank], self.problem.splits
+        most = sum(max(self.problem.needs[s].kept, self.problem.needs[s].put_off) for s in stages) * self.problem.micro_batches
+        if most + max(map(self.problem.extra, actions)) <= room:
             return
-        kept, demands = [], []
-        for action in (a for a in actions if a.kind is Kind.F):
-            last = Action(action.stage, self.problem.kinds(action.stage)[-1], action.micro_batch)
-            length = self.model.new_int_var(0, self.horizon, f"kept{action}")
-            until = self.starts[last] + self.length(last)
-            kept.append(self.model.new_interval_var(self.starts[action], length, until, f"keep{action}"))
-            demands.append(sizes[action.stage])
-        self.model.add_cumulative(kept, demands, self.problem.room[rank])
+        intervals: list[cp_model.IntervalVar] = []
+        demands: list[int] = []
+
+        def take(size: int, start: Time, until: Time) -> None:
+            if not size:
+                return
+            length = self.model.new_int_var(0, self.horizon, f"length{len(demands)}")
+            intervals.append(self.model.new_interval_var(start, length, until, f"take{len(demands)}"))
+            demands.append(size)
+
+        for action in actions:
+            start, needs = self.starts[action], self.problem.needs[action.stage]
+            end = start + self.length(action)
+            take(self.problem.extra(action), start, end)
+            if action.kind is Kind.F:
+                lasts = Kind.W if action.stage in splits and needs.kept == needs.put_off else Kind.B
+                take(needs.kept, start, self.end_of(action.stage, lasts, action.micro_batch))
+            elif action.kind is Kind.B and action.stage in splits and needs.kept != needs.put_off:
+                take(needs.put_off, end, self.end_of(action.stage, Kind.W, action.micro_batch))
+        self.model.add_cumulative(intervals, demands, room)
+
+    def end_of(self, stage: int, kind: Kind, micro_batch: int) -> Time:
+        """When an action ends."""
+        action = Action(stage, kind, micro_batch)
+        return self.starts[action] + self.length(action)
 
     def solve(self, limit: float) -> Schedule | None:
         solver = cp_model.CpSolver()

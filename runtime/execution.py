@@ -270,6 +270,7 @@ class StepExecution:
         flat.after_backward()
         if key in self._split:
             self._weight_work[key] = work
+            self._put_off(key, work)
         else:
             self._release(key)
         self._keep(action, [torch.zeros_like(t) if t.grad is None else t.grad for t in flight.leaves])
@@ -280,8 +281,12 @@ class StepExecution:
         work.reverse()
         with torch.no_grad():
             while work:
-                work.pop()()
+                work.pop().run()
         self._release((action.stage, action.micro_batch))
+
+    def _put_off(self, key: Key, work: Sequence[Work]) -> None:
+        if self._saved is not None:
+            self._saved.put_off(key, (x for each in work for x in each.operands))
 
     def _release(self, key: Key) -> None:
         if self._saved is not None:

@@ -8,20 +8,28 @@ transposing or reshaping it).
 Where weights are 16-bit the main gradient is FP32: a product of 16-bit operands is added to it in FP32, which on CPUs is first rounded to
 16 bits (torch has no such product there that gives FP32), as autograd would round it.
 
-A backward whose weight gradients wait for a W of the schedule leaves them in a `Deferral`: the products themselves, with what they read.
-The sums are the same, later. A weight knows its Deferral by an attribute, since backwards may run in threads of autograd's own.
+A backward whose weight gradients wait for a W of the schedule leaves them in a `Deferral`: the products themselves, with what they read
+(`Work`). The sums are the same, later. A weight knows its Deferral by an attribute, since backwards may run in threads of autograd's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Work = Callable[[], object]
 ATTRIBUTE = "meshwright_deferral"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A product that is added to a main gradient, and the tensors that it reads: they stay as long as it waits."""
+
+    run: Callable[[], object]
+    operands: tuple[Tensor, ...] = ()
 
 
 class Deferral:
@@ -43,7 +51,7 @@ class Deferral:
     def take(self, work: Work) -> None:
         """Keeps work, or does it when nothing is collected."""
         if self._kept is None:
-            work()
+            work.run()
         else:
             self._kept.append(work)
 
@@ -71,13 +79,13 @@ def main_gradient(weight: Tensor) -> Tensor | None:
     return leaf.grad.as_strided(weight.shape, weight.stride(), leaf.grad.storage_offset())
 
 
-def add_later(weight: Tensor, work: Work) -> None:
-    """Adds to a weight's main gradient, now or when its W comes."""
+def add_later(weight: Tensor, add: Callable[[], object], *operands: Tensor) -> None:
+    """Adds to a weight's main gradient, now or when its W comes. `operands`: what `add` reads."""
     deferral = getattr(_leaf(weight), ATTRIBUTE, None)
     if isinstance(deferral, Deferral):
-        deferral.take(work)
+        deferral.take(Work(add, operands))
     else:
-        work()
+        add()
 
 
 def _add_product(main: Tensor, left: Tensor, right: Tensor) -> None:
@@ -95,7 +103,7 @@ def add_outer(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return grad.t() @ x
-    add_later(weight, lambda: _add_product(main, grad.t(), x))
+    add_later(weight, lambda: _add_product(main, grad.t(), x), grad, x)
     return None
 
 
@@ -104,7 +112,7 @@ def add_column_sums(bias: Tensor, grad: Tensor) -> Tensor | None:
     main = main_gradient(bias)
     if main is None:
         return grad.sum(0)
-    add_later(bias, lambda: main.add_(grad.sum(0, dtype=main.dtype)))
+    add_later(bias, lambda: main.add_(grad.sum(0, dtype=main.dtype)), grad)
     return None
 
 
@@ -114,7 +122,7 @@ def add_rows(table: Tensor, ids: Tensor, grad: Tensor) -> Tensor | None:
     if main is None or grad.device.type != "cpu":
         whole: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, ids, table.shape[0], -1, False)
         return whole
-    add_later(table, lambda: main.index_add_(0, ids, grad.to(main.dtype)))
+    add_later(table, lambda: main.index_add_(0, ids, grad.to(main.dtype)), ids, grad)
     return None
 
 
@@ -131,5 +139,5 @@ def add_grouped(weights: Tensor, x: Tensor, grad: Tensor, offsets: Tensor) -> bo
             if stop > start:
                 _add_product(part, x[start:stop].t(), grad[start:stop])
 
-    add_later(weights, add)
+    add_later(weights, add, x, grad, offsets)
     return True

@@ -3,8 +3,9 @@
 On CPUs activations are what autograd saves for the backward pass: unique storages, parameters and constants left out,
 summed over the stages' micro-batches in flight. Shapes never change (but those of rows that went to their experts over ep, by what the
 router does), so one step is watched for each number of micro-batches.
-Of what is recomputed it is the operands. The transient is the most that was alive in that step beside them: results and gradients on
-their way, what a recomputation makes for the moment, messages (runtime.live_bytes).
+Of what is recomputed it is the operands; of a micro-batch whose weight gradients wait for their W, what these read. The transient is the
+most that was alive in that step beside them: results and gradients on their way, what a recomputation makes for the moment, messages
+(runtime.live_bytes).
 On GPUs they are what the allocator has beyond parameters, gradients and optimizer states.
 """
 
@@ -55,6 +56,12 @@ class SavedBytes:
             self._seen.add(storage._cdata)
             self._live[self._key] = self._live.get(self._key, 0) + storage.nbytes()
         return tensor
+
+    def put_off(self, key: Hashable, operands: Iterable[Tensor]) -> None:
+        """A micro-batch's backward is over but for weight gradients: they read these."""
+        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in operands}
+        self._live[key] = sum(size for storage, size in sizes.items() if storage not in self._permanent)
+        self.peak = max(self.peak, self.now)
 
     def release(self, key: Hashable) -> None:
         """A micro-batch's backward is over, weight gradients included."""

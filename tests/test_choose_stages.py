@@ -13,6 +13,7 @@ import pytest
 from meshwright.compiler.hardware import Link
 from meshwright.passes.choose_stages import SegmentCost, StageChoice, choose_stages
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
+from meshwright.passes.stage_memory import Option, in_flight
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 
@@ -28,14 +29,14 @@ def random_chain(rng: random.Random) -> Chain:
         Item(
             seconds=rng.choice([1.0, 2.0, rng.random()]),
             cut_s=rng.choice([0.0, 0.1, rng.random()]),
-            activation_bytes=rng.randint(0, 5),
+            activations=Option(rng.randint(0, 5)),
             shared_bytes={rng.choice(["tied", f"own{i}"]): 5 for _ in range(2)},
         )
         for i in range(size)
     )
-    in_flight = tuple(min(micro_batches, stages - stage) for stage in range(stages))
+    kept = tuple(in_flight(min(micro_batches, stages - stage)) for stage in range(stages))
     pinned = {0: rng.randint(1, size - stages + 1)} if stages > 1 and rng.random() < 0.2 else {}
-    return Chain(items, in_flight, micro_batches, rng.choice([None, 40, 60, 90]), pinned)
+    return Chain(items, kept, micro_batches, rng.choice([None, 40, 60, 90]), pinned)
 
 
 def partitions(chain: Chain, limit: int | None) -> Iterator[Cuts]:
@@ -48,8 +49,8 @@ def partitions(chain: Chain, limit: int | None) -> Iterator[Cuts]:
         parts = [chain.items[i:j] for i, j in zip((0, *inner), cuts, strict=True)]
         used = [
             sum({name: n for item in part for name, n in item.shared_bytes.items()}.values())
-            + kept * sum(item.activation_bytes for item in part)
-            for part, kept in zip(parts, chain.in_flight, strict=True)
+            + (at.kept + 1) * sum(item.activations.own_bytes for item in part)
+            for part, (at,) in zip(parts, chain.moments, strict=True)
         ]
         if limit is None or max(used) <= limit:
             yield cuts
@@ -81,25 +82,25 @@ def test_the_solver_equals_brute_force_on_200_chains() -> None:
 
 
 def test_a_large_chain_takes_no_time_and_comes_out_even() -> None:
-    layers = [Item(3e-3, 1e-4, 100, {f"layer{i}": 1000}) for i in range(126)]
-    items = (Item(1e-4, 1e-4, 50, {"table": 5000}), *layers, Item(8e-3, 0.0, 500, {"table": 5000}))
-    in_flight = tuple(16 - stage for stage in range(16))
+    layers = [Item(3e-3, 1e-4, Option(100), {f"layer{i}": 1000}) for i in range(126)]
+    items = (Item(1e-4, 1e-4, Option(50), {"table": 5000}), *layers, Item(8e-3, 0.0, Option(500), {"table": 5000}))
+    kept = tuple(in_flight(16 - stage) for stage in range(16))
     start = time.perf_counter()
-    cuts = solve_partition(Chain(items, in_flight, 64))
-    tight = solve_partition(Chain(items, in_flight, 64, limit_bytes=18000))
+    cuts = solve_partition(Chain(items, kept, 64))
+    tight = solve_partition(Chain(items, kept, 64, limit_bytes=18000))
     assert time.perf_counter() - start < 4
     assert [j - i for i, j in zip((0, *cuts[:-1]), cuts, strict=True)] == [9, *[8] * 14, 7]
     sizes = [j - i for i, j in zip((0, *tight[:-1]), tight, strict=True)]
     assert sizes[0] < 8 < max(sizes), "early stages keep more micro-batches and so get fewer layers"
-    assert solve_partition(Chain(items, in_flight, 64)) == cuts
+    assert solve_partition(Chain(items, kept, 64)) == cuts
 
 
 def test_pins_that_leave_a_stage_empty_are_refused() -> None:
-    items = tuple(Item(1.0, 0.0, 0) for _ in range(4))
+    items = tuple(Item(1.0, 0.0, Option(0)) for _ in range(4))
     with pytest.raises(ValueError, match="without items"):
-        solve_partition(Chain(items, (1, 1), 1, pinned={0: 4}))
+        solve_partition(Chain(items, (in_flight(1),) * 2, 1, pinned={0: 4}))
     with pytest.raises(ValueError, match="cannot fill 5 stages"):
-        Chain(items, (1,) * 5, 1)
+        Chain(items, (in_flight(1),) * 5, 1)
 
 
 # the choice

@@ -99,7 +99,7 @@ def test_weight_gradients_are_put_off_and_sum_to_the_same(function: Callable[...
             assert len(work) == 3, "the table, the weight and the bias"
             assert all(leaf.grad is not None and bool((leaf.grad == 0.5).all()) for leaf in here)
             for one in work:
-                one()
+                one.run()
     assert inputs[0] == inputs[1]
     for mine, expected in zip(here, there, strict=True):
         assert mine.grad is not None and torch.equal(mine.grad, expected.grad)

@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.passes.choose_stages import SegmentCost, choose_stages, stage_cost
 from meshwright.passes.simulate import simulate
-from meshwright.passes.solver_recompute import Option, Statements, solve_regions, solve_stage, stage_bytes
+from meshwright.passes.solver_recompute import Statements, solve_regions, solve_stage
+from meshwright.passes.stage_memory import Option, in_flight, stage_bytes
 from meshwright.passes.step_end import Holding
 from meshwright.plans.errors import OverLimitError
 from meshwright.plans.mesh import Mesh
@@ -28,17 +29,17 @@ def test_a_stages_recomputation_is_the_least_that_fits(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [options(rng) for _ in range(2)]
     segments = [kinds[rng.random() < 0.3] for _ in range(rng.randint(1, 5))]
-    in_flight = rng.randint(1, 4)
+    at = in_flight(rng.randint(1, 4))
     every = [[s[o] for s, o in zip(segments, taken, strict=True)] for taken in product(*(range(len(s)) for s in segments))]
-    room = rng.randint(min(stage_bytes(e, in_flight) for e in every) - 5, max(stage_bytes(e, in_flight) for e in every))
-    fitting = [sum(o.seconds for o in e) for e in every if stage_bytes(e, in_flight) <= room]
-    found = solve_stage(segments, in_flight, room)
+    room = rng.randint(min(stage_bytes(e, at) for e in every) - 5, max(stage_bytes(e, at) for e in every))
+    fitting = [sum(o.seconds for o in e) for e in every if stage_bytes(e, at) <= room]
+    found = solve_stage(segments, at, room)
     if not fitting:
         assert found is None
         return
     assert found is not None
     chosen = [s[o] for s, o in zip(segments, found, strict=True)]
-    assert stage_bytes(chosen, in_flight) <= room
+    assert stage_bytes(chosen, at) <= room
     assert sum(o.seconds for o in chosen) == pytest.approx(min(fitting))
 
 
@@ -88,8 +89,8 @@ def test_early_stages_recompute_and_stages_with_room_do_not() -> None:
     assert all(s.memory.total <= 650 for s in found.stages)
     recomputed = [sum(LAYER[o].seconds for o in s.taken) for s in found.stages]
     assert recomputed[0] > recomputed[1] >= recomputed[2] and recomputed[3] == 0
-    for s, in_flight in zip(found.stages, (4, 3, 2, 1), strict=True):
-        assert s.memory.activations == in_flight * s.kept_bytes
+    for s, count in zip(found.stages, (4, 3, 2, 1), strict=True):
+        assert s.memory.activations == count * s.needs.kept
         assert list(s.taken) == sorted(s.taken, reverse=True), "those that need most at once run while least is kept"
 
 
@@ -100,13 +101,13 @@ def test_cuts_and_recomputation_are_the_best_together(limit: int) -> None:
     segments = tuple(segment(f"s{i}", LAYER if i % 3 else LAYER[:1], rng.randint(1, 20)) for i in range(5))
     mesh, holding = Mesh(pp=2), Holding(micro_batches=4)
 
-    def least_s(start: int, stop: int, in_flight: int) -> float:
+    def least_s(start: int, stop: int, count: int) -> float:
         """The shortest backward of a stage that fits."""
         part = segments[start:stop]
-        lasting = stage_cost(part, in_flight, holding).memory
+        lasting = stage_cost(part, in_flight(count), holding).memory
         room = limit - lasting.parameters - lasting.gradients - lasting.optimizer
         every = product(*(s.ways for s in part))
-        return min((2.0 * len(part) + sum(o.seconds for o in e) for e in every if stage_bytes(e, in_flight) <= room), default=inf)
+        return min((2.0 * len(part) + sum(o.seconds for o in e) for e in every if stage_bytes(e, in_flight(count)) <= room), default=inf)
 
     steps = []
     for cut in range(1, 5):

@@ -9,7 +9,8 @@ import pytest
 from meshwright.passes.choose_schedule import Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import SegmentCost
 from meshwright.passes.simulate import Times, in_flight, timed
-from meshwright.passes.synthesise import Problem, is_shortest, kept_bytes, list_orders, split_order, synthesise
+from meshwright.passes.stage_memory import Needs
+from meshwright.passes.synthesise import Problem, is_shortest, list_orders, split_order, synthesise, taken_bytes
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Action, Kind, Schedule
@@ -27,7 +28,7 @@ def problem(name: str, ranks: int, micro_batches: int, forward_s: list[float], t
         tuple(0.8 * f for f in forward_s),
         (transfer_s,) * (len(forward_s) - 1),
     )
-    return Problem(named_order(name, ranks, chunks, micro_batches), times, tuple(int(100 * f) for f in forward_s))
+    return Problem(named_order(name, ranks, chunks, micro_batches), times, tuple(Needs.plain(int(100 * f)) for f in forward_s))
 
 
 def check(case: Problem, order: Schedule) -> None:
@@ -36,7 +37,7 @@ def check(case: Problem, order: Schedule) -> None:
     compute = [a for actions in split_order(case, order) for a in actions]
     wanted = {Action(s, k, i) for s in range(len(case.ranks)) for k in case.kinds(s) for i in range(case.micro_batches)}
     assert len(compute) == len(wanted) and set(compute) == wanted
-    assert all(used <= room for used, room in zip(kept_bytes(order, case.kept_bytes), case.room, strict=True))
+    assert all(used <= room for used, room in zip(taken_bytes(order, case.needs), case.room, strict=True))
 
 
 HEAVY_HEAD = [0.5] * 7 + [0.9]
@@ -57,7 +58,7 @@ def test_what_cannot_be_shorter_is_left() -> None:
         case = problem(name, 4, 8, [1.0] * 4, transfer_s=0.0)
         if is_shortest(case, case.start):
             assert synthesise(case) is case.start
-    even = Problem(named_order("zb-h1", 4, 1, 8), Times((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.0,) * 3), (1,) * 4)
+    even = Problem(named_order("zb-h1", 4, 1, 8), Times((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.0,) * 3), (Needs.plain(1),) * 4)
     assert is_shortest(even, even.start) and synthesise(even) is even.start
 
 
@@ -72,7 +73,7 @@ def test_list_orders_are_sound_and_fit_on_random_stages() -> None:
 
 
 def test_without_weight_gradients_of_their_own_there_is_no_w() -> None:
-    case = Problem(named_order("1f1b", 2, 1, 4), Times((1.0, 3.0), (2.0, 4.0), (0.0, 0.0), (0.5,)), (1, 1))
+    case = Problem(named_order("1f1b", 2, 1, 4), Times((1.0, 3.0), (2.0, 4.0), (0.0, 0.0), (0.5,)), (Needs.plain(1),) * 2)
     found = synthesise(case)
     check(case, found)
     assert not [a for actions in found for a in actions if a.kind is Kind.W]
