@@ -355,7 +355,7 @@ class Engine:
         with Reader() as reader:
             for name, spec in self.signature.unused.items():
                 found[name] = torch.empty(spec.shape)
-                reader.read(found[name], name, self._source.pieces[name], whole(spec.shape))
+                reader.read(found[name], self._source.places[name], whole(spec.shape))
         return found
 
     def _facts(self) -> Facts:
@@ -409,7 +409,7 @@ class Engine:
             for name, part in self._parameter_parts().items():
                 parameter = self._placement.parameters[name]
                 start = self._arrangement.portion(parameter, self.rank)[0] if parameter.trainable else 0
-                reader.read_portion(part, name, self._source.pieces[name], self._placement.ranges(parameter), start)
+                reader.read_portion(part, self._source.places[name], self._placement.ranges(parameter), start)
 
     def _start_sums(self, flat: FlatParameters, loss: Tensor) -> Sums:
         """Global loss and squared gradient norm, when they are asked for: bitwise the same on every rank."""

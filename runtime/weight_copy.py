@@ -41,7 +41,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 class WeightSource:
     """Where the weights are. `keep` holds a temporary directory alive."""
 
-    pieces: Source
+    places: Source
     keep: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -58,11 +58,11 @@ def locate_weights(plan_dir: Path, plan: PlanDocument, signature: Signature) -> 
     """The model's weights, copied first where necessary. Every rank calls it; InputError is raised on all or none."""
     keep: tempfile.TemporaryDirectory[str] | None = None
     process: subprocess.Popen[str] | None = None
-    pieces: Source | None = None
+    places: Source | None = None
     status = _Status(running=False)
     try:
-        pieces = _direct(plan_dir, plan, signature)
-        if pieces is None and _local_rank() == 0:
+        places = _direct(plan_dir, plan, signature)
+        if places is None and _local_rank() == 0:
             if plan.model.kind == "factory":
                 keep = tempfile.TemporaryDirectory(prefix="weights-", dir=_cache())
             place = Path(keep.name) / "copy" if keep else _cache() / f"weights-{_digest(plan_dir, plan, signature)}"
@@ -73,11 +73,11 @@ def locate_weights(plan_dir: Path, plan: PlanDocument, signature: Signature) -> 
     statuses = list(_until_done(status, process))
     if problem := next((s.problem for s in statuses if s.problem), None):
         raise InputError(problem)
-    if pieces is None:
+    if places is None:
         leader = statuses[_rank() - _local_rank()].directory
         assert leader is not None
-        pieces = _copied(leader, signature)
-    return WeightSource(pieces, keep)
+        places = _copied(leader, signature)
+    return WeightSource(places, keep)
 
 
 def _direct(plan_dir: Path, plan: PlanDocument, signature: Signature) -> Source | None:
@@ -97,10 +97,10 @@ def _direct(plan_dir: Path, plan: PlanDocument, signature: Signature) -> Source 
 
 
 def _copied(directory: Path, signature: Signature) -> Source:
-    pieces = find_weights(directory, signature)
-    if pieces is None:
+    places = find_weights(directory, signature)
+    if places is None:
         raise InputError(f"{directory}: is no copy of the weights that model/signature.json names; delete it")
-    return pieces
+    return places
 
 
 def _start(plan_dir: Path, target: Path) -> subprocess.Popen[str]:

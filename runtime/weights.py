@@ -3,12 +3,11 @@
 Terms
     ranges    what a rank holds of a tensor: per dim, the [start, stop) runs of global indices in local order (several
               runs where the layout has sections)
-    piece     a tensor in a file that holds given ranges of a whole tensor
-    source    the pieces of every tensor by the model's own name
+    place     where a whole tensor is: a key of a file
+    source    the places of all tensors by the model's own names
     portion   elements [start, stop) of what ranges hold, row-major: what one replica keeps of its part (runtime.buckets)
 
-A directory with weights is a source whose pieces are whole tensors. Reading copies the intersection of what is wanted with each
-piece, cast to the destination's dtype, so any layout is read from any other.
+Reading copies what is wanted of a tensor, cast to the destination's dtype.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tensor `key` of `file` holds `ranges` of a whole tensor."""
+class Place:
+    """Tensor `key` of `file`."""
 
     file: Path
     key: str
-    ranges: Ranges
 
 
-Source = Mapping[str, Sequence[Piece]]
+Source = Mapping[str, Place]
 
 
 def whole(shape: Sequence[int]) -> Ranges:
@@ -142,19 +140,25 @@ class Reader:
         self._files.clear()
         self._stack.close()
 
-    def read(self, target: Tensor, name: str, pieces: Sequence[Piece], want: Ranges) -> None:
-        """Fills `target` with the wanted ranges of a tensor; InputError when the pieces do not have them all."""
-        count = sum(self._copy(target, want, piece) for piece in pieces)
+    def read(self, target: Tensor, place: Place, want: Ranges) -> None:
+        """Fills `target` with the wanted ranges of a tensor; InputError when it does not have them all."""
+        handle = self.open(place.file)
+        try:
+            stored = handle.get_slice(place.key)
+            have = whole(stored.get_shape())
+            count = copy_overlap(target, want, stored if have else handle.get_tensor(place.key), have)
+        except SafetensorError as error:
+            raise InputError(f"{place.file}: {place.key}: cannot be read: {error}") from None
         if count != target.numel():
-            raise InputError(f"{pieces[0].file}: {name}: found {count} of {target.numel()} elements that are wanted")
+            raise InputError(f"{place.file}: {place.key}: found {count} of {target.numel()} elements that are wanted")
 
-    def read_portion(self, target: Tensor, name: str, pieces: Sequence[Piece], want: Ranges, start: int) -> None:
+    def read_portion(self, target: Tensor, place: Place, want: Ranges, start: int) -> None:
         """Fills `target`, of one dim, with the wanted ranges' elements from `start` on, row-major."""
         at = 0
         for box in boxes(local_shape(want), start, start + target.numel()):
             shape = [high - low for low, high in box]
             part = target[at : at + prod(shape)].view(shape)
-            self.read(part, name, pieces, within(want, box))
+            self.read(part, place, within(want, box))
             at += prod(shape)
 
     def shape(self, file: Path, key: str) -> tuple[int, ...]:
@@ -169,14 +173,6 @@ class Reader:
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{file}: cannot be read: {error}") from None
         return self._files[file]
-
-    def _copy(self, target: Tensor, want: Ranges, piece: Piece) -> int:
-        handle = self.open(piece.file)
-        try:
-            tensor = handle.get_slice(piece.key) if target.dim() else handle.get_tensor(piece.key)
-            return copy_overlap(target, want, tensor, piece.ranges)
-        except SafetensorError as error:
-            raise InputError(f"{piece.file}: {piece.key}: cannot be read: {error}") from None
 
 
 def weight_files(directory: Path, reader: Reader) -> dict[str, Path] | None:
@@ -213,7 +209,7 @@ def find_weights(directory: Path, signature: Signature) -> Source | None:
     names: dict[str, list[str]] = {name: [name] for name in shapes}
     for alias, name in signature.tied.items():
         names[name].append(alias)
-    source: dict[str, Sequence[Piece]] = {}
+    source: dict[str, Place] = {}
     with Reader() as reader:
         files = weight_files(directory, reader)
         if files is None:
@@ -222,5 +218,5 @@ def find_weights(directory: Path, signature: Signature) -> Source | None:
             key = next((n for n in names[name] if n in files), None)
             if key is None or reader.shape(files[key], key) != shape:
                 return None
-            source[name] = [Piece(files[key], key, whole(shape))]
+            source[name] = Place(files[key], key)
     return source

@@ -21,7 +21,7 @@ from meshwright.plans.signature import ParameterSpec, Signature
 from meshwright.runtime import weight_copy
 from meshwright.runtime.axes import take_shard
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.weights import Piece, Reader, copy_overlap, find_weights, local_ranges, overlaps, whole
+from meshwright.runtime.weights import Place, Reader, copy_overlap, find_weights, local_ranges, overlaps, whole
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks
 
@@ -44,7 +44,7 @@ def test_a_rank_reads_its_slices_as_fp32(tmp_path: Path, layout: str) -> None:
         ranges = local_ranges((6, 18), parsed, TP3, {"tp": rank})
         target = torch.empty(parsed.local_shape((6, 18), TP3))
         with Reader() as reader:
-            reader.read(target, "w", source["w"], ranges)
+            reader.read(target, source["w"], ranges)
         type_ = parsed.on("tp")
         expected = take_shard(tensor, type_.dim, 3, rank, type_.sections) if type_.kind == "S" else tensor
         assert torch.equal(target, expected.float())
@@ -84,18 +84,18 @@ def test_directories(tmp_path: Path) -> None:
         find_weights(tmp_path, signature)
     save_file({"scalar": tensors["scalar"]}, tmp_path / "b.safetensors")
     source = find_weights(tmp_path, signature)
-    assert source is not None and source["w"][0].key == "alias"
+    assert source is not None and source["w"].key == "alias"
     target = torch.zeros(())
     with Reader() as reader:
-        reader.read(target, "scalar", source["scalar"], ())
-        with pytest.raises(InputError, match="w: found 6 of 12 elements"):
-            reader.read(torch.empty(4, 3), "w", source["w"], whole((4, 3)))
+        reader.read(target, source["scalar"], ())
+        with pytest.raises(InputError, match="alias: found 6 of 12 elements"):
+            reader.read(torch.empty(4, 3), source["w"], whole((4, 3)))
     assert target.item() == 7
     assert find_weights(tmp_path, signature_of(w=(3, 2), scalar=())) is None
     assert find_weights(tmp_path, signature_of(other=(2, 3))) is not None  # under its alias
     (tmp_path / "b.safetensors").write_bytes(b"no tensors")
     with pytest.raises(InputError, match=r"b.safetensors: cannot be read"), Reader() as reader:
-        reader.read(target, "scalar", [Piece(tmp_path / "b.safetensors", "scalar", ())], ())
+        reader.read(target, Place(tmp_path / "b.safetensors", "scalar"), ())
     index.write_text("[]")
     with pytest.raises(InputError, match="is no index of safetensors files"):
         find_weights(tmp_path, signature)
