@@ -33,7 +33,7 @@ from typer.main import get_command
 
 from meshwright import bench, train, verify
 from meshwright.plans.errors import InputError
-from meshwright.runtime.engine import NonFiniteError
+from meshwright.runtime.metrics import NonFiniteError
 
 GRACE_S = 20.0
 DEBUG = "--debug"

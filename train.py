@@ -40,8 +40,9 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.save import load_checked
 from meshwright.plans.signature import Signature
 from meshwright.runtime.checkpoint_files import complete
-from meshwright.runtime.engine import Engine, Metrics, NonFiniteError
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.loss_scale import DEFAULT
+from meshwright.runtime.metrics import Metrics, NonFiniteError
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.tokens import TokenSource, open_tokens, prepare
 

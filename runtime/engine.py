@@ -15,10 +15,8 @@ told by the traceback's last line, `error: rank R ...`, and ends this rank, upon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -43,48 +41,16 @@ from meshwright.runtime.gathering import gather
 from meshwright.runtime.gradients import FlatParameters, clip_scale
 from meshwright.runtime.launch import choose_device, join_processes, place, tied_groups
 from meshwright.runtime.loss_scale import LossScale, ScaleOptions
+from meshwright.runtime.metrics import LateMetrics, Metrics, NonFiniteError, Totals
 from meshwright.runtime.optimizer import Optimizer, OptimizerOptions, read_options
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.shards import PARAMETERS, State
 from meshwright.runtime.stages import RankStages
-from meshwright.runtime.stale import StaleSteps, Sums
+from meshwright.runtime.stale import StaleSteps
 from meshwright.runtime.weight_copy import locate_weights
 from meshwright.runtime.weights import Reader, whole
 
 TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Of one step, the same on every rank. `loss` is the mean over the global batch's targets, `grad_norm` is before
-    clipping, `tokens` are the entries of the global batch's first input, `step` counts steps. In fp16 `loss_scale` is the one that the
-    step ran with; a `skipped` step overflowed and updated nothing."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    step: int
-    loss_scale: float = 1.0
-    skipped: bool = False
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step may update."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-class LateMetrics(Metrics):
-    """Of a step without a flush (runtime.stale): `loss` waits for the batch's last stage when it is first read, on the rank that reads
-    it. `grad_norm` is that of the update which the step made, with the gradients of the batch before; 0 when it made none."""
-
-    def __init__(self, wait_for_loss: Callable[[], float], grad_norm: float, tokens: int, step: int) -> None:
-        for name, value in (("_wait", wait_for_loss), ("grad_norm", grad_norm), ("tokens", tokens), ("step", step)):
-            object.__setattr__(self, name, value)
-
-    @cached_property
-    def loss(self) -> float:
-        wait: Callable[[], float] = self.__dict__["_wait"]
-        return wait()
 
 
 class Doing(Protocol):
@@ -92,10 +58,6 @@ class Doing(Protocol):
 
     @property
     def action(self) -> Action | None: ...
-
-
-class NonFiniteError(ArithmeticError):
-    """A step's loss or gradients have a NaN or an infinity. Raised on every rank, before the update."""
 
 
 class Engine:
@@ -129,7 +91,7 @@ class Engine:
         self._tied = tied_groups(self._placement, self._axes, timeout_s, own=asynchronous)
         layers = frozenset(name for names in self.plan.stage_segments for name in names)
         self._arrangement = Arrangement(self._placement, layers, self.plan.zero)
-        self._counted = {p.name for p in self._placement.held if self._arrangement.counts(p, self.rank)}
+        self._totals = Totals(self._arrangement, timeout_s if asynchronous else None)
         numbers = Numbers(dtype_of(self.plan.precision), dtype_of(self.plan.reduce_dtype))
         self._versions = [FlatParameters(self._arrangement, self._axes, self.device, None, numbers)]
         if asynchronous:
@@ -145,7 +107,6 @@ class Engine:
         self._optimizers = [] if options is None else self._build_optimizers(options)
         self._optimizer = self._optimizers[0] if self._optimizers else None
         self._stale = self._build_stale() if asynchronous else None
-        self._everyone = dist.new_group(timeout=timedelta(seconds=timeout_s)) if self._stale else None
         self.learning_rate = 0.0 if options is None else options.lr
         scale = ScaleOptions() if options is None else options.loss_scale
         self._scale = LossScale.start(scale) if self.plan.precision == "fp16" else None
@@ -216,7 +177,7 @@ class Engine:
             flat.finish(self._tied)
             if scale != 1.0:
                 flat.scale_gradients(1 / scale)
-            loss, square = self._start_sums(flat, turn.loss)()
+            loss, square = self._totals.start(flat, turn.loss)()
         return Metrics(loss, math.sqrt(square), self._num_tokens(inputs, own_rows), self.step, scale)
 
     def _stale_step(self, stale: StaleSteps, batch: Mapping[str, object], own_rows: bool) -> Metrics:
@@ -226,12 +187,12 @@ class Engine:
         self._rates[stale.version], self._update_norm = self.learning_rate, 0.0
         with self._reported("forward and backward", stale):
             turn = stale.step(inputs, num_micro_batches, self.step, own_rows)
-            loss = self._start_sum(self._counted_loss(turn.loss)[None])
+            loss = self._totals.start_loss(turn.loss)
         self.peak_in_flight = max(self.peak_in_flight, stale.peak_in_flight)
         self._peak_activation_bytes = max(self._peak_activation_bytes, stale.peak_saved_bytes)
         self.step += 1
         self._raise_problem()
-        return LateMetrics(lambda: loss()[0], self._update_norm, self._num_tokens(inputs, own_rows), self.step)
+        return LateMetrics(loss, self._update_norm, self._num_tokens(inputs, own_rows), self.step)
 
     def _stale_update(self, version: int, step: int, loss: float, square: float) -> None:
         """W(t+1) = W(t) - lr g_t on a version, from the other; with gradients that are not finite W(t+1) = W(t)."""
@@ -396,7 +357,7 @@ class Engine:
         return found
 
     def _build_stale(self) -> StaleSteps:
-        return StaleSteps(self._stages, self._axes["pp"], self._tied, self._start_sums, self._stale_update)
+        return StaleSteps(self._stages, self._axes["pp"], self._tied, self._totals.start, self._stale_update)
 
     def _take_versions(self) -> None:
         """All versions are as the newest."""
@@ -411,40 +372,8 @@ class Engine:
                 start = self._arrangement.portion(parameter, self.rank)[0] if parameter.trainable else 0
                 reader.read_portion(part, self._source.places[name], self._placement.ranges(parameter), start)
 
-    def _start_sums(self, flat: FlatParameters, loss: Tensor) -> Sums:
-        """Global loss and squared gradient norm, when they are asked for: bitwise the same on every rank."""
-        wait = self._start_sum(torch.stack([self._counted_loss(loss), flat.square_sum(self._counted)]))
-
-        def both() -> tuple[float, float]:
-            total_loss, total_square = wait()
-            return total_loss, total_square
-
-        return both
-
-    def _start_sum(self, values: Tensor) -> Callable[[], list[float]]:
-        """Starts to add up a vector over all ranks; what is returned waits. Without a flush ranks come to tied sums and to these in
-        different orders, so these have a group of their own."""
-        work = dist.all_reduce(values, group=self._everyone, async_op=True) if self.plan.mesh.world_size > 1 else None
-
-        def wait() -> list[float]:
-            if work is not None:
-                work.wait()
-            found: list[float] = values.tolist()
-            return found
-
-        return wait
-
-    def _counted_loss(self, loss: Tensor) -> Tensor:
-        """What this rank adds to the global loss."""
-        return loss if self._axes["tp"].index == 0 else torch.zeros_like(loss)
-
     def _describe_non_finite(self, step: int, loss: float, norm: float) -> str:
-        """Where the first NaN or infinity is, the same on every rank."""
-        found = sorted(name for name, part in self._graded.gradient_parts().items() if not part.isfinite().all())
-        everyone: list[list[str]] = [[]] * self.plan.mesh.world_size
-        dist.all_gather_object(everyone, found[:1], group=self._everyone)
-        where = next((f"; rank {rank} has one in the gradient of {names[0]}" for rank, names in enumerate(everyone) if names), "")
-        return f"step {step}: loss {loss}, gradient norm {norm}{where}; nothing was updated"
+        return f"step {step}: loss {loss}, gradient norm {norm}{self._totals.non_finite(self._graded)}; nothing was updated"
 
     def _reported(self, doing: str, execution: Doing | None = None) -> FailureReport:
         at = ",".join(f"{axis}={self._placement.at[axis]}" for axis in RANK_AXES)

@@ -21,10 +21,9 @@ from meshwright.runtime.axes import Axis
 from meshwright.runtime.endless import VERSIONS, call, last, turned
 from meshwright.runtime.execution import StepExecution, StepRecord, Turn
 from meshwright.runtime.gradients import FlatParameters, Tied
+from meshwright.runtime.metrics import Sums
 from meshwright.runtime.stages import RankStages
 
-Sums = Callable[[], tuple[float, float]]
-"""Waits for loss and squared gradient norm over all ranks."""
 WATCHED = 2
 """Calls in which what autograd keeps is counted: from then on all are alike."""
 

@@ -14,7 +14,8 @@ from meshwright.plans.mesh import Mesh
 from meshwright.plans.reading import read_plan
 from meshwright.runtime.actions import Action, Kind
 from meshwright.runtime.endless import lead, order, unrolled
-from meshwright.runtime.engine import Engine, NonFiniteError
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.metrics import NonFiniteError
 from meshwright.runtime.soundness import UnsoundError, check_schedule
 from meshwright.tests import toy
 from meshwright.tests.ranks import run_ranks

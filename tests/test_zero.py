@@ -13,7 +13,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime import buckets
 from meshwright.runtime.axes import Axis, Pending
-from meshwright.runtime.engine import Engine, NonFiniteError
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.metrics import NonFiniteError
 from meshwright.tests import test_engine, test_engine_experts, toy, toy_experts
 from meshwright.tests.ranks import run_ranks
 
