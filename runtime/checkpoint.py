@@ -40,7 +40,7 @@ class Saver:
     def __init__(self, arrangement: Arrangement) -> None:
         self._arrangement = arrangement
         self._rank = arrangement.placement.rank
-        self._under_way: Future[object] | None = None
+        self._under_way: tuple[Path, Future[object]] | None = None
 
     def start(self, directory: Path, state: State, unused: Mapping[str, Tensor], facts: Facts, keep: int, wait: bool) -> None:
         """Saves into a new folder of `directory`, in the background unless `wait`. `unused` parameters are rank 0's."""
@@ -55,17 +55,18 @@ class Saver:
             parts.update({name: Shards.whole(tensor) for name, tensor in unused.items()})
         writer, planner = Writer(everyone[0], facts, keep), SavePlanner()
         if wait:
-            with _one_line():
+            with _one_line(target):
                 save(parts, storage_writer=writer, planner=planner, process_group=self._group)
         else:
             started = async_save(parts, storage_writer=writer, planner=planner, process_group=self._group)
-            self._under_way = cast("Future[object]", started)
+            self._under_way = target, cast("Future[object]", started)
 
     def wait(self) -> None:
         """Waits for the last save, and raises what went wrong on any rank."""
-        started, self._under_way = self._under_way, None
-        if started is not None:
-            with _one_line():
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            target, started = under_way
+            with _one_line(target):
                 started.result()
 
     @cached_property
@@ -77,7 +78,7 @@ class Saver:
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _one_line(directory: Path) -> Iterator[None]:
     """InputError for a save that failed because of its files, on any rank: all ranks know."""
     try:
         yield
@@ -85,7 +86,7 @@ def _one_line() -> Iterator[None]:
         rank, (error, _) = min(problem.failures.items())
         if not isinstance(error, OSError):
             raise
-        raise InputError(f"rank {rank}: the checkpoint was not saved: {error}") from None
+        raise InputError(f"{directory}: rank {rank} could not save a checkpoint: {error}") from None
 
 
 def load_checkpoint(directory: Path, arrangement: Arrangement, state: State, optimizer: str | None) -> Facts:

@@ -199,7 +199,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch: pyt
         with monkeypatch.context() as patch:
             for name in ("fsync", "rename"):
                 patch.setattr(os, name, dying(getattr(os, name)))
-            with pytest.raises(InputError, match="rank 0: the checkpoint was not saved: no space left"):
+            with pytest.raises(InputError, match=f"{saves}: rank 0 could not save a checkpoint: no space left"):
                 engine.save(saves, wait=last % 2 == 0)
                 engine.wait_saved()
         assert [f.name for f in saves.iterdir() if not f.name.startswith(".")] == ["step_00000000"] and len(partial(saves)) == 1
@@ -244,7 +244,7 @@ def save_where_one_cannot(plan: str, directory: str) -> tuple[list[str], list[fl
 def test_all_ranks_hear_of_a_full_disk(tmp_path: Path) -> None:
     plan = toy.write_plan(tmp_path / "plan", Mesh(dp=2))
     (problems, metrics), other = run_ranks(2, save_where_one_cannot, str(plan), str(tmp_path / "saves"))
-    assert problems == ["rank 1: the checkpoint was not saved: [Errno 28] No space left on device"] * 2
+    assert problems == [f"{tmp_path}/saves: rank 1 could not save a checkpoint: [Errno 28] No space left on device"] * 2
     assert other == (problems, metrics)
     index = read_index(tmp_path / "saves")
     assert len(read_metadata(index).state_dict_metadata) > 1 and sorted(index.files) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
