@@ -27,7 +27,8 @@ from meshwright.compiler.decisions import (
     settle_regions,
     types_on_axis,
 )
-from meshwright.compiler.emission.stage import Staging, emit_stage
+from meshwright.compiler.emission.stage import emit_stage
+from meshwright.compiler.emission.staging import Staging
 from meshwright.compiler.experts import EP, find_regions
 from meshwright.compiler.footprint import constant_bytes
 from meshwright.compiler.garbage import rare_collections

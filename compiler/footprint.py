@@ -31,12 +31,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from meshwright.compiler.assignment import Assignment
-from meshwright.compiler.emission.stage import Staging, emit_stage
+from meshwright.compiler.emission.stage import emit_stage
+from meshwright.compiler.emission.staging import Staging
 from meshwright.compiler.graph import Segment
 from meshwright.compiler.recomputation import NOTHING, Recomputation
 from meshwright.plans.mesh import Mesh
-from meshwright.runtime.axes import dry_axes
 from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.dry_axes import dry_axes
 from meshwright.runtime.live_bytes import LiveBytes
 from meshwright.runtime.main_gradients import Deferral, Work, defer_to
 from meshwright.runtime.program import load_program

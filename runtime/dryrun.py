@@ -34,8 +34,8 @@ from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.programs import program_name
 from meshwright.plans.units import format_bytes
-from meshwright.runtime.axes import Tally, dry_axes
 from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.dry_axes import Tally, dry_axes
 from meshwright.runtime.program import Boundary, Program
 
 Spec = tuple[Sequence[int], str]

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.runtime import ops
-from meshwright.runtime.axes import Axis, DryAxis, Tally, TrivialAxis
+from meshwright.runtime.axes import Axis, TrivialAxis
+from meshwright.runtime.dry_axes import DryAxis, Tally
 from meshwright.tests.simulated import run_ranks, saved_tensors
 
 HIDDEN, INNER = 4, 6

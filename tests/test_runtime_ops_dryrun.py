@@ -13,8 +13,9 @@ from torch import Tensor
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime import ops
-from meshwright.runtime.axes import DryAxis, Tally, TrivialAxis, build_axes, dry_axes
+from meshwright.runtime.axes import TrivialAxis, build_axes
 from meshwright.runtime.context import Context, Weights
+from meshwright.runtime.dry_axes import DryAxis, Tally, dry_axes
 from meshwright.runtime.dryrun import DryReport, dry_run
 from meshwright.runtime.program import load_program
 

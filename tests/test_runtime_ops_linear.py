@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.plans.layout import Type, shard
 from meshwright.runtime import ops
-from meshwright.runtime.axes import Axis, DryAxis, Pending, Tally, TrivialAxis
+from meshwright.runtime.axes import Axis, Pending, TrivialAxis
+from meshwright.runtime.dry_axes import DryAxis, Tally
 from meshwright.tests.simulated import SimulatedAxis, run_ranks, saved_tensors
 from meshwright.tests.test_runtime_ops import local
 
