@@ -11,7 +11,7 @@ what does not fit:
     what forward returns is what SENDS says (shape, dtype, whether a gradient comes back), or one scalar loss
     backward reaches every trainable parameter, and every received tensor that wants a gradient, in its own shape
 
-The report counts collectives by (axis, collective, "forward" or "backward"), with bytes as in `axes.Tally`. Collectives
+The report counts collectives by (axis, collective, "forward" or "backward"), with bytes as in `dry_axes.Tally`. Collectives
 that recomputation repeats are backward ones. `saved_bytes` is what autograd keeps from forward to backward besides
 parameters, constants and inputs.
 """
