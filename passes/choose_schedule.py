@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
 from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, on_ranks, priced
+from meshwright.passes.message_memory import Messages
 from meshwright.passes.simulate import default_chunks
 from meshwright.passes.step_end import FP32_BYTES
 from meshwright.passes.synthesise import Problem, synthesise
@@ -132,7 +133,7 @@ def synthesised(pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
         taken = [sum(size for size, at in zip(lasting, ranks, strict=True) if at == rank) for rank in range(pipeline.mesh.pp)]
         room = tuple(pipeline.memory_limit - size for size in taken)
     order = synthesise(Problem(best.stages.order, best.stages.times, needs, room))
-    held = on_ranks(stages, order)
+    held = on_ranks(stages, Messages(order))
     found = priced(held, order, best.stages.times)
     end_s = best.stages.end_s
     step_s = found.step_s * busy_share(found, pipeline.link) + end_s

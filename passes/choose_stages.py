@@ -1,7 +1,8 @@
 """Choose pipeline stages: consecutive segments to stages, least modelled step time, within memory. Numbers in, numbers out.
 
 memory    of one rank: parameters, gradients and optimizer state (passes.step_end says how ZeRO shards them over dp), and what the
-          schedule keeps of micro-batches on that stage at its fullest (passes.stage_memory; 1F1B: activations of p - s; GPipe: of all).
+          schedule keeps of micro-batches on that stage at its fullest (passes.stage_memory; 1F1B: activations of p - s; GPipe: of all),
+          and room for messages.
           A parameter that several segments of a stage read counts once there, one that several stages read (tied) on each.
           PipeDream-2BW has a second copy of parameters and gradients
 chunks    with v model chunks per rank there are p v stages, and each may have 1/v of the memory limit: the chunks of a rank
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.costs import point_to_point_s
 from meshwright.compiler.hardware import Link
+from meshwright.passes.message_memory import Boundary, Messages
 from meshwright.passes.refine_stages import refine
 from meshwright.passes.simulate import Timeline, Times, compute_order, steady, timed
 from meshwright.passes.solver import Chain, Cuts, Infeasible, Item, solve_partition
@@ -30,6 +32,7 @@ from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule, stage_ranks
 from meshwright.runtime.orders import ASYNCHRONOUS
 
+NO_BOUNDARY = Boundary(0, 0)
 CONSTANTS = "(constants)"
 """What a stage keeps once, beside its parameters, by this name."""
 
@@ -43,6 +46,7 @@ class SegmentCost:
     shared_bytes       what it keeps that other segments of a stage may keep too, by name
     transient_bytes    the most that is there for the moment while it runs, forward or backward
     boundary_bytes     what crosses to the next stage when the pipeline is cut behind this segment
+    answer_bytes       gradients that come back for it; None: as much
     weight_s           the part of backward_s that a schedule may put off: weight gradients of matrix products
     constant_bytes     of constants that a stage keeps whatever it holds
     options            what it may recompute, the first of them nothing; () where there is no choice
@@ -59,6 +63,12 @@ class SegmentCost:
     transient_bytes: int = 0
     options: tuple[Option, ...] = ()
     constant_bytes: int = 0
+    answer_bytes: int | None = None
+
+    @property
+    def boundary(self) -> Boundary:
+        """What crosses behind it."""
+        return Boundary(self.boundary_bytes, self.boundary_bytes if self.answer_bytes is None else self.answer_bytes)
 
     @property
     def ways(self) -> tuple[Option, ...]:
@@ -69,8 +79,8 @@ class SegmentCost:
 @dataclass(frozen=True)
 class StageCost:
     """A stage: its segments, seconds of one micro-batch, bytes of one rank. `weight_s` is part of `backward_s`; `parameter_bytes` are
-    those of its parameters before ZeRO shards them, `needs` what one micro-batch keeps. `taken`: of the options of each segment, by
-    number."""
+    those of its parameters before ZeRO shards them, `needs` what one micro-batch keeps, `boundary` what it sends. `taken`: of the options
+    of each segment, by number."""
 
     segments: tuple[str, ...]
     forward_s: float
@@ -80,6 +90,7 @@ class StageCost:
     parameter_bytes: int = 0
     needs: Needs = field(default_factory=lambda: Needs.plain(0))
     taken: tuple[int, ...] = ()
+    boundary: Boundary = NO_BOUNDARY
 
     def with_row(self, row: Row) -> StageCost:
         """The same with other bytes of micro-batches."""
@@ -142,16 +153,18 @@ def choose_stages(
     holding = Holding(2 if schedule == ASYNCHRONOUS else 1, zero, mesh.dp, micro_batches, *item_bytes)
     limit = None if memory_limit is None else memory_limit // chunks
     settled = None if schedule != ASYNCHRONOUS else (mesh.pp, micro_batches)
-    costs: dict[tuple[int, int, tuple[Moment, ...]], StageCost] = {}
+    messages = Messages(order)
+    reserved = (0,) * len(ranks) if limit is None else message_room(segments, messages)
+    costs: dict[tuple[int, int, tuple[Moment, ...], int], StageCost] = {}
 
-    def stage(start: int, stop: int, at: tuple[Moment, ...]) -> StageCost:
-        if (start, stop, at) not in costs:
-            costs[start, stop, at] = stage_cost(segments[start:stop], at, holding, limit)
-        return costs[start, stop, at]
+    def stage(start: int, stop: int, at: tuple[Moment, ...], room: int) -> StageCost:
+        if (start, stop, at, room) not in costs:
+            costs[start, stop, at, room] = stage_cost(segments[start:stop], at, holding, None if limit is None else limit - room)
+        return costs[start, stop, at, room]
 
     def choice(cuts: Cuts) -> StageChoice:
-        spans = zip((0, *cuts[:-1]), cuts, fullest, strict=True)
-        stages = tuple(stage(start, stop, at) for start, stop, at in spans)
+        spans = zip((0, *cuts[:-1]), cuts, fullest, reserved, strict=True)
+        stages = tuple(stage(*span) for span in spans)
         found = priced(stages, order, stage_times(stages, [transfers[stop - 1] for stop in cuts[:-1]]), settled)
         found = replace(found, step_s=found.step_s * busy_share(found, link))
         if dp_link is None:
@@ -163,7 +176,7 @@ def choose_stages(
     over: list[tuple[Infeasible, Sequence[SegmentCost]]] = []
     for alike in all_alike(segments):
         items = tuple(item(segment, transfer, holding) for segment, transfer in zip(alike, transfers, strict=True))
-        chain = Chain(items, fullest, micro_batches, limit, ends)
+        chain = Chain(items, fullest, micro_batches, limit, ends, reserved)
         try:
             cuts = refine(chain, solve_partition(chain), lambda cuts: choice(cuts).step_s, ranks)
         except Infeasible as error:
@@ -172,10 +185,17 @@ def choose_stages(
             found.append(choice(cuts))
     if found:
         best = min(found, key=lambda choice: choice.step_s)
-        return replace(best, stages=on_ranks(best.stages, order))
+        return replace(best, stages=on_ranks(best.stages, messages))
     least, leanest = min(over, key=lambda failed: failed[0].least_bytes)
     limits = memory_limit or 0, least.least_bytes * chunks
-    raise OverLimitError(does_not_fit(leanest, least, fullest, limits, pinned is not None, holding, len(over) > 1))
+    raise OverLimitError(does_not_fit(leanest, least, fullest, reserved, limits, pinned is not None, holding, len(over) > 1))
+
+
+def message_room(segments: Sequence[SegmentCost], messages: Messages) -> tuple[int, ...]:
+    """By stage, its share of the most that messages take on its rank, wherever stages are cut."""
+    largest = max((max(s.boundary.forward_bytes, s.boundary.backward_bytes) for s in segments[:-1]), default=0)
+    counts = [messages.most(rank) for rank in range(len(messages.order))]
+    return tuple(-(-counts[rank] * largest // messages.ranks.count(rank)) for rank in messages.ranks)
 
 
 def all_alike(segments: Sequence[SegmentCost]) -> Iterator[tuple[SegmentCost, ...]]:
@@ -247,15 +267,18 @@ def stage_cost(segments: Sequence[SegmentCost], at: Sequence[Moment], holding: H
         parameters,
         needs,
         taken,
+        segments[-1].boundary,
     )
     return cost.with_row(stage_row(needs, at))
 
 
-def on_ranks(stages: Sequence[StageCost], order: Schedule) -> tuple[StageCost, ...]:
-    """The stages with what they have of micro-batches at the fullest moments of their ranks."""
+def on_ranks(stages: Sequence[StageCost], messages: Messages) -> tuple[StageCost, ...]:
+    """The stages with what they have of micro-batches and messages at the fullest moments of their ranks."""
+    boundaries = [s.boundary for s in stages]
     rows: dict[int, Row] = {}
-    for actions in order:
-        rows.update(rank_rows(actions, {stage: stages[stage].needs for stage in sorted({a.stage for a in actions})}))
+    for rank, actions in enumerate(messages.schedule):
+        needs = {stage: stages[stage].needs for stage in sorted({a.stage for a in actions})}
+        rows.update(rank_rows(actions, needs, messages.sizes(rank, boundaries)))
     return tuple(cost.with_row(rows[stage]) for stage, cost in enumerate(stages))
 
 
@@ -294,14 +317,15 @@ def reason(segments: Sequence[SegmentCost], name: str) -> str:
 
 
 def does_not_fit(
-    segments: Sequence[SegmentCost], error: Infeasible, fullest: Sequence[tuple[Moment, ...]], limits: tuple[int, int], pinned: bool,
-    holding: Holding, recomputed: bool = False,
+    segments: Sequence[SegmentCost], error: Infeasible, fullest: Sequence[tuple[Moment, ...]], reserved: Sequence[int],
+    limits: tuple[int, int], pinned: bool, holding: Holding, recomputed: bool = False,
 ) -> str:
     """One line: the stage that needs most under the best cuts, what it needs, and what would fit. `limits`: what was allowed,
     and the least that will do. `recomputed`: with the recomputation that needs least."""
     limit, least = limits
     starts = (0, *error.cuts[:-1])
     costs = [stage_cost(segments[i:j], at, holding) for i, j, at in zip(starts, error.cuts, fullest, strict=True)]
+    costs = [c.with_row(Row(c.memory.activations, c.memory.transient + room)) for c, room in zip(costs, reserved, strict=True)]
     stage, cost = max(enumerate(costs), key=lambda found: found[1].memory.total)
     memory, most = cost.memory, max(fullest[stage], key=lambda moment: moment.kept)
     held = (

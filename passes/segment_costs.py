@@ -83,7 +83,8 @@ def segment_costs(pricing: Pricing) -> tuple[SegmentCost, ...]:
             backward_s=times[s.kind][1] + called[s.name][1],
             parameter_bytes={path: pricing.master_bytes(name) for path, name in segment_parameters(pricing, s)},
             activation_bytes=ways[s.name][0].own_bytes,
-            boundary_bytes=boundaries[i],
+            boundary_bytes=boundaries[i][0],
+            answer_bytes=boundaries[i][1],
             weight_s=put_off[s.kind],
             shared_bytes=ways[s.name][0].shared,
             transient_bytes=ways[s.name][0].transient_bytes,
@@ -268,7 +269,12 @@ def what_is_saved(op: Op, operands: Typed, results: Typed) -> Typed:
     return operands + (results if name == "scaled_dot_product_attention" else [])
 
 
-def boundary_bytes(pricing: Pricing) -> tuple[int, ...]:
-    """For each segment, bytes of all values made up to it that later segments read."""
+def boundary_bytes(pricing: Pricing) -> tuple[tuple[int, int], ...]:
+    """For each segment, bytes of all values made up to it that later segments read, and of those that get a gradient."""
     graph = segment_graph(pricing.assignment.kinds)
-    return tuple(sum(map(pricing.local_bytes, values)) for values in crossing(graph, topological(graph)))
+    known = pricing.assignment.kinds.graph.values
+    found = []
+    for names in crossing(graph, topological(graph)):
+        sizes = {name: pricing.local_bytes(name) for name in names}
+        found.append((sum(sizes.values()), sum(size for name, size in sizes.items() if known[name].requires_grad)))
+    return tuple(found)

@@ -77,6 +77,7 @@ class Chain:
     moments       of each stage, when micro-batches may take most
     limit_bytes   of one rank; None: no limit
     pinned        fixed ends: stage -> one past its last item
+    reserved      bytes of each stage whatever its items are; (): none
     """
 
     items: tuple[Item, ...]
@@ -84,6 +85,7 @@ class Chain:
     micro_batches: int
     limit_bytes: int | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
+    reserved: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.moments) <= len(self.items):
@@ -151,11 +153,11 @@ class Chain:
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
         """What a stage of items start..stop-1 keeps."""
         last = stop - start - 1
-        most = 0
+        most, reserved = 0, self.reserved[stage] if self.reserved else 0
         for moment in self.moments[stage]:
             there = moment.kept * self.kept[start][last] + self.during[moment.doing][start][last]
             most = max(most, there + (moment.put_off * self.put_off[start][last] if moment.put_off else 0))
-        return self.resident_bytes[start][last] + most
+        return self.resident_bytes[start][last] + most + reserved
 
     def cost(self, cuts: Cuts) -> int:
         """The objective in ticks."""

@@ -14,7 +14,7 @@ once, from the beginning to the end of an action.
 
     Option       a segment's numbers            Needs     a stage's
     Moment       an action, and how many other micro-batches are kept meanwhile
-    rank_rows    the numbers of every stage of a rank at the rank's fullest
+    rank_rows    the numbers of every stage of a rank at the rank's fullest, messages included (passes.message_memory)
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from enum import Enum
 from itertools import accumulate
 
 from meshwright.compiler.footprint import PutOff
-from meshwright.runtime.actions import Action, Actions, Kind, split_backwards
+from meshwright.passes.message_memory import Sizes
+from meshwright.runtime.actions import COMPUTE, Action, Actions, Kind, split_backwards
 
 
 @dataclass(frozen=True)
@@ -213,19 +214,26 @@ def stage_row(needs: Needs, at: Sequence[Moment]) -> Row:
     return Row(held, max(map(needs.most, at)) - held)
 
 
-def rank_rows(actions: Actions, needs: Mapping[int, Needs]) -> dict[int, Row]:
-    """Of the stages of a rank, whose micro-batches come and go by its actions."""
+def rank_rows(actions: Actions, needs: Mapping[int, Needs], messages: Sizes) -> dict[int, Row]:
+    """Of the stages of a rank, whose micro-batches and messages come and go by its actions."""
     split = split_backwards(actions)
     now: dict[int, int] = dict.fromkeys(needs, 0)
-    held, most, fullest, busiest = 0, 0, dict(now), min(needs)
+    held, most, sent, fullest, busiest = 0, 0, 0, dict(now), min(needs)
     for action in actions:
-        what, stage, of = doing(action, split), action.stage, needs[action.stage]
-        if what is not Doing.FORWARD:
+        stage, of = action.stage, needs[action.stage]
+        free, made = messages.get(action, (0, 0))
+        sent -= free
+        what = doing(action, split) if action.kind in COMPUTE else None
+        if what in (Doing.BACKWARD, Doing.SPLIT, Doing.WEIGHT):
             now[stage] -= of.put_off if what is Doing.WEIGHT else of.kept
-        if (there := sum(now.values()) + of.during[what]) > most:
-            most, busiest = there, stage
+        during = 0 if what is None else of.during[what]
         if what in (Doing.FORWARD, Doing.SPLIT):
             now[stage] += of.kept if what is Doing.FORWARD else of.put_off
-        if sum(now.values()) > held:
-            held, fullest = sum(now.values()), dict(now)
+            during -= of.kept if what is Doing.FORWARD else of.put_off
+        lasting = sum(now.values())
+        if (there := lasting + sent + max(during, made)) > most:
+            most, busiest = there, stage
+        if lasting > held:
+            held, fullest = lasting, dict(now)
+        sent += made
     return {stage: Row(fullest[stage], max(0, most - held) if stage == busiest else 0) for stage in needs}

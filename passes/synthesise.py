@@ -102,7 +102,7 @@ def taken_bytes(order: Schedule, needs: Sequence[Needs]) -> tuple[int, ...]:
     """The most that micro-batches take on every rank."""
     found = []
     for actions in order:
-        rows = rank_rows(actions, {stage: needs[stage] for stage in {a.stage for a in actions}}).values()
+        rows = rank_rows(actions, {stage: needs[stage] for stage in {a.stage for a in actions}}, {}).values()
         found.append(sum(row.activations + row.transient for row in rows))
     return tuple(found)
 

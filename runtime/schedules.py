@@ -154,13 +154,12 @@ def finished_sends(schedule: Schedule, rank: int) -> dict[Action, Actions]:
     ranks = stage_ranks(schedule)
     place = {a: (r, i) for r, actions in enumerate(schedule) for i, a in enumerate(actions)}
     found: dict[Action, Actions] = {}
-    seen: set[Action] = set()
+    looked = dict.fromkeys(range(len(schedule)), 0)
     for receive in (a for a in _in_wait_order(schedule[rank], ranks)):
         peer, end = place[sender(receive)]
-        awaited = (needed_receive(a, ranks) for a in schedule[peer][:end] if a.kind in COMPUTE)
-        over = [s for r in awaited if r is not None and place[s := sender(r)][0] == rank and s not in seen]
-        seen.update(over)
-        found[receive] = tuple(over)
+        awaited = (needed_receive(a, ranks) for a in schedule[peer][looked[peer] : end] if a.kind in COMPUTE)
+        found[receive] = tuple(s for r in awaited if r is not None and place[s := sender(r)][0] == rank)
+        looked[peer] = max(looked[peer], end)
     return found
 
 

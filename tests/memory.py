@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank and way: bytes predicted and measured, and whether loss and gradients are those of the first way."""
+    """Of one rank and way: bytes predicted of its stages and measured, and whether loss and gradients are those of the first way."""
 
     way: str
     rank: int
@@ -65,7 +66,15 @@ class Measured:
     @property
     def peak_ratio(self) -> float:
         """Predicted activations and moment's need by the measured ones."""
-        found, told = (m["activations"] + m["transient"] for m in (self.peak, self.predicted))
+        return self._ratio("activations", "transient")
+
+    @property
+    def total_ratio(self) -> float:
+        """Of all that a rank has without an optimizer. What a sum over dp needs counts in the measured transient."""
+        return self._ratio("parameters", "gradients", "activations", "buffers", "transient", "communication")
+
+    def _ratio(self, *parts: str) -> float:
+        found, told = (sum(m.get(part, 0) for part in parts) for m in (self.peak, self.predicted))
         return told / found
 
 
@@ -90,8 +99,10 @@ def run_plans(cases: Sequence[Sequence[tuple[str, str]]]) -> list[list[Ran]]:
             engine = Engine(plan)
             document = engine.plan
             metrics = engine.forward_backward(batches(document.global_batch, document.seq, 1)[0])
-            stage = document.mesh.coordinates(engine.rank)["pp"]
-            found.append((document.stages[stage].memory.model_dump(), engine.memory()["peak"], metrics.loss, engine.gradients()))
+            told: Counter[str] = Counter()
+            for stage in document.stages_of(document.mesh.coordinates(engine.rank)["pp"]):
+                told.update(document.stages[stage].memory.model_dump())
+            found.append((dict(told), engine.memory()["peak"], metrics.loss, engine.gradients()))
         results.append(found)
     return results
 

@@ -13,7 +13,7 @@ from meshwright.passes.choose_stages import SegmentCost, choose_stages
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 
-LINK = Link(latency_s=0.01, bandwidth_bytes_per_s=1000.0)
+LINK = Link(latency_s=0.01, bandwidth_bytes_per_s=10.0)
 
 
 def random_chain(rng: random.Random) -> tuple[SegmentCost, ...]:
@@ -25,7 +25,7 @@ def random_chain(rng: random.Random) -> tuple[SegmentCost, ...]:
             backward_s=rng.choice([1.0, 2.0, 3 * rng.random()]),
             parameter_bytes={rng.choice(["tied", f"own{i}"]): 5, f"w{i}": rng.randint(1, 5)},
             activation_bytes=rng.randint(0, 9),
-            boundary_bytes=rng.randint(0, 200),
+            boundary_bytes=rng.randint(0, 2),
             weight_s=0.4,
         )
         for i in range(rng.randint(3, 7))
