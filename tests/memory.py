@@ -1,9 +1,11 @@
 """Predicted against measured memory, and recomputation against none, on real ranks: run by hand, its results are in docs/memory.md.
 
-    python -m meshwright.tests.memory            the grid: four models, tp 1 and 2, sequence parallelism, none, selective, full, auto
+    python -m meshwright.tests.memory [RANKS ...]      cases of 1, 2 and 4 ranks, or of those that are named, as a table
 
-A case compiles a model once per way to recompute, runs a step of each with dropout on, and gives for every stage's rank what was predicted
-and measured, and whether loss and gradients are bitwise those without recomputation.
+A case compiles a model once per way to recompute, runs a step of each with dropout on, and gives for every rank what was predicted and
+measured, and whether loss and gradients are bitwise those without recomputation. A row of the table has, for each way, what is saved (of
+each rank where ranks differ) and whether it is as predicted to the byte, the peak predicted over measured that is farthest from 1, of
+activations and transient and of all that a rank has, and whether loss and gradients are the same to the bit.
 """
 
 from __future__ import annotations
@@ -129,31 +131,44 @@ def equal(first: Ran, other: Ran) -> bool:
 
 def grid() -> dict[int, list[Case]]:
     """By ranks."""
-    sequence = [{"sequence_parallel": "off"}, {"sequence_parallel": "on"}]
     models = ("llama", "gpt2", "mixtral", "t5")
+    eager = {"attention": "eager"}
+    sequence = [{"sequence_parallel": "off"}, {"sequence_parallel": "on"}]
+    late = [{"schedule": name} for name in ("interleaved", "zb-h1", "zb-h2", "zb-v", "synthesised")]
     return {
-        1: [Case(m, "tp=1") for m in models],
-        2: [*(Case(m, "tp=2", s) for m in models for s in sequence), Case("gpt2", "pp=2", {"schedule": "zb-h1", "attention": "eager"})],
+        1: [*(Case(m, "tp=1") for m in models), *(Case(m, "tp=1", {"precision": "bf16", **eager}) for m in ("llama", "gpt2"))],
+        2: [
+            *(Case(m, "tp=2", s) for m in models for s in sequence),
+            *(Case(m, "tp=2", {"precision": "bf16", **sequence[1]}) for m in ("llama", "gpt2")),
+            *(Case(m, "pp=2") for m in models),
+            Case("llama", "pp=2", {"precision": "bf16"}),
+            *(Case("llama", "pp=2", options, layers=4) for options in late),
+            *(Case("gpt2", "pp=2", {"schedule": name, **eager}) for name in ("zb-h1", "zb-v")),
+            Case("mixtral", "pp=2", {"schedule": "zb-h1"}),
+            Case("t5", "pp=2", {"schedule": "zb-h1"}),
+            Case("llama", "pp=2", {"schedule": "zb-h1", "precision": "bf16"}),
+            *(Case("llama", "dp=2", {"zero": zero}) for zero in (0, 1, 2, 3)),
+        ],
         4: [Case("llama", "pp=2,dp=2", {"zero": 3}), Case("mixtral", "dp=2,ep=2,tp=2"), Case("t5", "pp=2,tp=2")],
     }
 
 
 def main(ranks: Sequence[int]) -> None:
-    for count, cases in grid().items():
-        if count not in ranks:
-            continue
-        for case in cases:
-            for found in measure([case], count)[0]:
-                if found.rank % max(1, count // 2) == 0:
-                    print(line(case, found), flush=True)
+    print(f"| case | {' | '.join(WAYS)} |\n|{' --- |' * (1 + len(WAYS))}")
+    for count in ranks:
+        for case in grid()[count]:
+            found = measure([case], count)[0]
+            cells = [cell([each for each in found if each.way == way]) for way in WAYS]
+            print(f"| {case} | {' | '.join(cells)} |", flush=True)
 
 
-def line(case: Case, found: Measured) -> str:
-    """A result in words."""
-    told, seen = (format_bytes(m["activations"]) for m in (found.predicted, found.peak))
-    saved = f"saved {told:>9} predicted {seen:>9} measured {'exact' if found.exact else 'DIFFERS'}"
-    same = "bitwise" if found.same else "DIFFERENT"
-    return f"{case!s:36} {found.way:9} rank {found.rank}  {saved}  peak {found.peak_ratio:.3f}  {same}"
+def cell(found: Sequence[Measured]) -> str:
+    """A way's results on all ranks in words."""
+    saved = dict.fromkeys(format_bytes(each.peak["activations"]) for each in found)
+    worst, total = (max(ratios, key=lambda r: abs(r - 1)) for ratios in zip(*((f.peak_ratio, f.total_ratio) for f in found), strict=True))
+    exact = "exact" if all(each.exact for each in found) else "**differs**"
+    same = "" if all(each.same for each in found) else ", **other bits**"
+    return f"{', '.join(saved)} {exact}, {worst:.3f}, {total:.3f}{same}"
 
 
 if __name__ == "__main__":

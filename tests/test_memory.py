@@ -19,23 +19,24 @@ from meshwright.plans.document import Declaration
 from meshwright.plans.errors import InputError
 from meshwright.plans.yaml_io import dump, parse
 from meshwright.setting import settle
-from meshwright.tests.memory import Case, measure
+from meshwright.tests.memory import WAYS, Case, measure
 from meshwright.tests.parity import build
 
 CASES = [
     Case("llama", "tp=2", {"sequence_parallel": "on"}),
     Case("gpt2", "pp=2", {"schedule": "zb-h1", "attention": "eager"}),
+    Case("llama", "pp=2", {"schedule": "zb-v"}),
 ]
 
 
 def test_predicted_bytes_are_measured_and_recomputation_changes_no_bit() -> None:
-    """Dropout is on. The second case puts weight gradients off, whose operands the peak does not know."""
+    """Dropout is on. The last two cases put weight gradients off, in one and in two stages a rank: from B to W their operands are kept."""
     for case, results in zip(CASES, measure(CASES, 2), strict=True):
-        saved = {r.way: r.predicted["activations"] for r in results if r.rank == 0}
-        assert saved["full"] < saved["selective"] < saved["none"], (str(case), saved)
+        saved = {way: sum(r.predicted["activations"] for r in results if r.way == way) for way in WAYS}
+        assert saved["full"] <= saved["selective"] < saved["none"], (str(case), saved)
         for r in results:
             assert r.exact and r.predicted["buffers"] == r.peak["buffers"], (str(case), r)
-            assert 0.95 < r.peak_ratio < 1.05 or "schedule" in case.options, (str(case), r)
+            assert 0.95 < r.peak_ratio < 1.05, (str(case), r)
             assert r.same, (str(case), r.way, r.rank)
 
 
