@@ -101,14 +101,12 @@ def labels_of(labels: Mapping[str, Labels], value: Value) -> Labels:
 
 
 def banned_factors(call: Call, labels: dict[str, Labels], banned: frozenset[str]) -> frozenset[str]:
-    """Factors of an op that carry a banned label. Of the hidden size, a product's sum over it is not banned: a result sliced along it is,
-    and so is a norm's sum, which would take an all-reduce of its own."""
+    """Factors of an op that carry a banned label. Of the hidden size only two uses are banned: a result sliced along it, and the plain sum
+    of an op that is no product, which would take an all-reduce of its own in every norm."""
     factors = factors_of(call)
     if factors is None:
         return NONE
     found = factor_labels(factors, tuple(labels_of(labels, v) for v in call.operands))
     kept = {name for dims in factors.results for name in dims}
-    product = short_name(call.op) in MATMULS
-    return frozenset(
-        name for name, label in found.items() if label & banned and (label & banned != {HIDDEN} or name in kept or not product)
-    )
+    plain = frozenset() if short_name(call.op) in MATMULS else factors.summed - factors.lowered_results.keys()
+    return frozenset(n for n, label in found.items() if label & banned and (label & banned != {HIDDEN} or n in kept or n in plain))

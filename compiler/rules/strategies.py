@@ -41,7 +41,8 @@ def strategies(
 
     `banned` factors are left out silently (the batch, or the sequence when sequence parallelism is off).
     """
-    never_whole = factors is not None and ranks > 1 and bool(factors.always) and splits(call, factors, factors.always, ranks)
+    always = factors.always if factors is not None and ranks > 1 and factors.always not in banned else ""
+    never_whole = factors is not None and bool(always) and splits(call, factors, always, ranks)
     found = [] if never_whole else [uniform(call, I, "")]
     if not never_whole and (factors is not None or call.op.target.startswith("aten.")):
         found.append(uniform(call, R, "R"))
