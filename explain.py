@@ -45,6 +45,7 @@ from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
 from meshwright.plans.document import PlanDocument, StageDeclaration
 from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, R, Type
+from meshwright.plans.patterns import expand
 from meshwright.plans.reading import read_declaration
 from meshwright.plans.save import PLAN_FILE, load_checked
 from meshwright.plans.units import format_bytes, format_seconds
@@ -73,6 +74,14 @@ def explain_plan(plan_dir: str | Path, name: str, progress: Progress | None = No
     )
     tell("pricing alternatives")
     return Explainer(document, setting, Kinds(with_casts(captured, setting.declaration)[0])).explain(name)
+
+
+def first_of(pattern: str) -> str:
+    """The first name that a pattern stands for; InputError for what is no pattern."""
+    try:
+        return expand(pattern)[0]
+    except ValueError as problem:
+        raise InputError(f"NAME: {problem}") from None
 
 
 def on_axis(type_: Type) -> str:
@@ -158,7 +167,9 @@ class Explainer:
         return Alternative(choice, found, f"memory comes first on {AXIS}" if dearer else "")
 
     def explain(self, name: str) -> Explanation:
-        """The explanation of a name."""
+        """The explanation of a name; of the first where a pattern stands for several."""
+        if "{" in name:
+            return self.explain(first_of(name))
         parameters = {alias: p for p in self.kinds.graph.parameters for alias in (p.path, *p.aliases)}
         segments = {s.name: s for s in self.kinds.graph.segments}
         ops = self.op_places()

@@ -41,9 +41,10 @@ def choose_precision(graph: Graph, declared: Mapping[str, str] | None) -> dict[s
             found[short_name(op.target)] = entry(policy, why)
     found = dict(sorted(found.items()))
     found.update({router_key(op): entry(Policy.FP32, ROUTER) for op in routers(graph)})
-    for key, text in (declared or {}).items():
+    own = declared or {}
+    for key, text in own.items():
         check_entry(graph, key, text)
-    return {**found, **(declared or {})}
+    return {**{key: text for key, text in found.items() if key not in own}, **own}
 
 
 def check_entry(graph: Graph, key: str, text: str) -> None:

@@ -155,3 +155,11 @@ def test_summary_and_files(tmp_path: Path) -> None:
     signature = json.loads((tmp_path / "plan" / "model" / "signature.json").read_text())
     assert [i["name"] for i in signature["inputs"]] == ["input_ids", "labels"]
     assert read_declaration(parse((tmp_path / "plan" / "plan.yaml").read_text()), {}, "plan.yaml").mesh == plan.document.mesh
+
+
+def test_regions_that_share_a_statement_are_refused_by_name() -> None:
+    """Gate and up are one call on the gathered input."""
+    regions = [["mlp.gate_proj.linear"], ["mlp.up_proj.linear"]]
+    said = r"recomputed: regions of layer \(mlp.gate_proj.linear; mlp.up_proj.linear\): one statement makes ops of two .*column_linear"
+    with pytest.raises(InputError, match=said):
+        compile(build("llama").directory, **TP2, recompute="selective", recomputed=[{"segments": ["model.layers.1"], "regions": regions}])

@@ -24,7 +24,7 @@ def plan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_parameter_has_its_alternatives(plan_dir: Path) -> None:
-    found = explain_plan(plan_dir, "model.layers.1.mlp.up_proj.weight")
+    found = explain_plan(plan_dir, "model.layers.{0..3}.mlp.up_proj.weight")
     assert found.choice == "S(0)@tp" and not found.pinned
     others = {a.choice: a for a in found.alternatives}
     assert set(others) == {"I", "R@tp", "S(1)@tp"}

@@ -147,6 +147,11 @@ def test_router_logits_and_overrides() -> None:
             wide = ".1.self_attn" in op.module
             assert op.results[0].dtype == ("float32" if wide else "bfloat16"), op
     assert len({s.kind for s in changed.segments if s.prefix}) == 2
+    last = {"model.layers.*.mlp": "compute", "model.layers.*.mlp.gate:linear": "fp32"}
+    again, entries = settle_precision(captured.graph, "bf16", last)
+    assert list(entries)[-2:] == list(last)
+    gates = [op for op in again.ops if op.module.endswith("mlp.gate") and short_name(op.target) == "linear"]
+    assert all(op.results[0].dtype == "float32" for op in gates)
     with pytest.raises(InputError, match=r"precision_ops.model.nothing: matches no op"):
         settle_precision(captured.graph, "bf16", {"model.nothing": "fp32"})
     with pytest.raises(InputError, match=r"precision_ops.linear: found 'fp64', expected compute, fp32"):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.compiler.assignment import Assignment
 from meshwright.compiler.emission.columns import column_groups, column_of
 from meshwright.compiler.emission.lowering import Site, expression
-from meshwright.compiler.emission.regions import Body, numbers_of, read_statements
+from meshwright.compiler.emission.regions import Body, Tangled, numbers_of, read_statements
 from meshwright.compiler.experts import EP, Region
 from meshwright.compiler.graph import Graph, Op, Segment, Value
 from meshwright.compiler.kinds import Kinds, relative, short_name
@@ -97,13 +98,18 @@ class FunctionWriter:
         self.columns = column_groups(assignment, kind)
 
     def text(self, name: str, regions: Sequence[Sequence[int]] = ()) -> str:
-        """The function under a name, behind those of its recomputed `regions` of op positions. Tangled when these wait for each other."""
+        """The function under a name, behind those of its recomputed `regions` of op positions. Tangled when these wait for each other,
+        or have parts of one statement."""
         body = self.body()
         axes = (self.assignment.axis, EP)
         functions: list[str] = []
         lines = list(self.lines)
         if regions:
-            found = [r for region in regions for r in body.split(body.grown(self.statements_of(body, region), self.movers(body)))]
+            chosen = [self.statements_of(body, region) for region in regions]
+            twice = [i for i, number in Counter(i for each in chosen for i in each).items() if number > 1]
+            if twice:
+                raise Tangled(f"one statement makes ops of two regions: {body.statements[twice[0]].text}")
+            found = [r for each in chosen for r in body.split(body.grown(each, self.movers(body)))]
             functions, lines = body.fold(found, name, axes)
         header = f"def {name}(rt, w, {''.join(e + ', ' for e in body.known[:-1])}index):"
         words = {word for line in lines for word in re.split(r"\W", line.split("#")[0])}

@@ -38,6 +38,11 @@ class Statement:
     reads: tuple[str, ...]
     terms: Mapping[str, int]
 
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return " ".join(line.strip() for line in self.lines if not line.lstrip().startswith("#"))
+
 
 def read_statements(lines: Sequence[str]) -> tuple[Statement, ...]:
     """Statements of a function's body, as written."""

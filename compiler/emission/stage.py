@@ -12,12 +12,15 @@ parameter (masks, positions, rotary tables) are made again in every stage that r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from meshwright.compiler.emission.function import FunctionWriter, identifier, plain_lines, settled, suffix
+from meshwright.compiler.emission.regions import Tangled
 from meshwright.compiler.emission.staging import StageReads, Staging, stage_reads
 from meshwright.compiler.graph import Graph, Segment
 from meshwright.compiler.kinds import Kinds
+from meshwright.compiler.recomputation import op_texts
+from meshwright.plans.errors import InputError
 from meshwright.plans.layout import I, conversion
 from meshwright.plans.patterns import compress
 
@@ -44,12 +47,19 @@ def emit_stage(staging: Staging, stage: int) -> str:
         table("INPUTS", tuple(dict.fromkeys((*reads.inputs, *reads.count_inputs)))),
         table("BUFFERS", tuple(path for _, path in reads.buffers)),
     ]
-    functions = [
-        FunctionWriter(staging.assignment, staging.mesh, kind).text(name, regions)
-        for (kind, regions), name in staging.functions(stage).items()
-    ]
+    functions = [segment_text(staging, kind, name, regions) for (kind, regions), name in staging.functions(stage).items()]
     parts = ["\n".join(header), constants_text(graph, staging.kinds, reads), counts_text(graph, staging.kinds, reads)]
     return "\n\n\n".join([*parts, *functions, ForwardWriter(staging, stage, reads).text()]) + "\n"
+
+
+def segment_text(staging: Staging, kind: str, name: str, regions: Sequence[Sequence[int]]) -> str:
+    """The function of a kind. InputError for regions that cannot be recomputed each in one go."""
+    try:
+        return FunctionWriter(staging.assignment, staging.mesh, kind).text(name, regions)
+    except Tangled as problem:
+        ops = op_texts(staging.kinds, kind)
+        given = "; ".join(", ".join(ops[p] for p in region) for region in regions)
+        raise InputError(f"plan.yaml: recomputed: regions of {kind} ({given}): {problem}; join them, or leave one out") from None
 
 
 def table(name: str, rows: Iterable[object]) -> str:
