@@ -6,6 +6,8 @@ A case compiles a model once per way to recompute, runs a step of each with drop
 measured, and whether loss and gradients are bitwise those without recomputation. A row of the table has, for each way, what is saved (of
 each rank where ranks differ) and whether it is as predicted to the byte, the peak predicted over measured that is farthest from 1, of
 activations and transient and of all that a rank has, and whether loss and gradients are the same to the bit.
+
+    python -m meshwright.tests.memory published        bytes of one GPT layer in bf16 beside those of Korthikanti et al. (arXiv 2205.05198)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -48,7 +51,9 @@ class Case:
     changes: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {' '.join(f'{k}={v}' for k, v in self.options.items())}".strip()
+        layers = {} if self.layers == 2 else {"layers": self.layers}
+        told = {name: value for name, value in {**self.options, **layers}.items() if isinstance(value, str | int)}
+        return f"{self.model} {self.mesh} {' '.join(f'{k}={v}' for k, v in told.items())}".strip()
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ def compile_ways(case: Case, folder: Path, ways: Sequence[str] = WAYS) -> list[t
     found = []
     for way in ways:
         path = folder / f"{case}-{way}".replace(" ", "_")
-        options = {"micro_batch": 2, "hardware": "h100", **case.options, "recompute": way}
-        compile(tiny.directory, mesh=case.mesh, seq=tiny.seq, **options).save(path)
+        options = {"micro_batch": 2, "hardware": "h100", "seq": tiny.seq, **case.options, "recompute": way}
+        compile(tiny.directory, mesh=case.mesh, **options).save(path)
         found.append((way, str(path)))
     return found
 
@@ -171,6 +176,28 @@ def cell(found: Sequence[Measured]) -> str:
     return f"{', '.join(saved)} {exact}, {worst:.3f}, {total:.3f}{same}"
 
 
+CORE = ["attn.matmul", "attn.mul", "attn.add", "attn.softmax", "attn.dropout", "attn.matmul.1"]
+
+
+def published(seq: int = 256, hidden: int = 256, heads: int = 8) -> None:
+    """One layer's bytes, which a second layer adds to what is measured, in s b h; the core is recomputed by a pin, since of so small a
+    layer `selective` would not take all of it."""
+    shape = {"n_embd": hidden, "n_head": heads, "n_positions": seq, "activation_function": "gelu", "vocab_size": 256}
+    common = {"precision": "bf16", "attention": "eager", "micro_batch": 1, "seq": seq, "sequence_parallel": "off"}
+    print("| t | way | measured | published |\n| --- | --- | --- | --- |")
+    for tp, way in product((1, 2), ("none", "selective")):
+        found = []
+        for layers in (1, 2):
+            names = [f"transformer.h.{i}" for i in range(layers)]
+            core = {} if way == "none" else {"recomputed": [{"segments": names, "regions": [CORE]}]}
+            found.append(measure([Case("gpt2", f"tp={tp}", {**common, **core}, layers, shape)], tp, (way,))[0][0].peak["activations"])
+        theirs = 10 + 24 / tp + (5 * heads * seq / hidden / tp if way == "none" else 0)
+        print(f"| {tp} | {way} | {(found[1] - found[0]) / (seq * hidden):.4f} | {theirs:.4f} |", flush=True)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.argv[1:] == ["published"]:
+        published()
+        sys.exit()
     main([int(text) for text in sys.argv[1:]] or [1, 2, 4])
