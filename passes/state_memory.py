@@ -9,9 +9,9 @@ whole for a time, N being ranks of dp:
     ZeRO 2   gradients    with one micro-batch as with 3, with buckets of many segments; with several, all of them and no shards
 
 Two versions of the weights (pipedream-2bw) have parameters and gradients of their own. A frozen parameter is whole, once, without gradient
-and state. A sum over dp needs room for its result while it is
-under way: the largest bucket, or a shard of it. Where a rank has several stages each stage is counted
-as if it were alone.
+and state. A sum over dp that shards gradients needs room for its result while it is under way: the largest shard (ZeRO 0 sums in place).
+Where weight gradients are put off, on ranks with W, all sums wait for the end of the step. Where a rank has several stages each is counted
+as if it were alone, but for a tied parameter of two of them: it is counted in the first (under ZeRO 3, which gathers it for each, in both).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
 from meshwright.plans.document import Memory, PlanDocument
 from meshwright.plans.precision import ITEM_BYTES
 from meshwright.plans.signature import Signature
+from meshwright.runtime.actions import split_backwards
 from meshwright.runtime.buckets import ELEMENT_BYTES, Arrangement, Bucket
 from meshwright.runtime.endless import VERSIONS
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.runtime.placement import Parameter, Placement
+from meshwright.runtime.schedules import plan_order
 
 Reads = Mapping[str, Sequence[str]]
 """By segment, the parameters that it reads."""
-PUTS_OFF = "zb-"
-"""Schedules that put weight gradients off: their sums all wait for the end of the step."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def with_state_memory(document: PlanDocument, signature: Signature, reads: Reads
     held = parameters(document, signature, reads)
     stages = []
     for stage, told in enumerate(document.stages):
-        memory = state_memory(stage_state(document, held, reads, stage), document, told.memory)
+        memory = state_memory(stage_state(document, held, reads, stage), document, told.memory, puts_off(document, stage))
         stages.append(told.model_copy(update={"memory": memory}))
     return document.model_copy(update={"stages": tuple(stages)})
 
@@ -113,6 +113,9 @@ def stage_state(document: PlanDocument, held: Mapping[str, Parameter], reads: Re
     """What a rank with a stage keeps of it."""
     segments = document.stage_segments[stage]
     read = {name for segment in segments for name in reads[segment]}
+    if document.zero < 3:
+        same_rank = (s for s in range(stage) if document.ranks_of_stages[s] == document.ranks_of_stages[stage])
+        read -= {name for other in same_rank for segment in document.stage_segments[other] for name in reads[segment]}
     rank = document.mesh.rank(pp=document.ranks_of_stages[stage])
     placement = Placement(document.mesh, rank, {name: p for name, p in held.items() if name in read})
     layers = frozenset(name for names in document.stage_segments for name in names)
@@ -123,14 +126,19 @@ def stage_state(document: PlanDocument, held: Mapping[str, Parameter], reads: Re
     return StageState(frozen, buckets, used, len(segments))
 
 
-def state_memory(state: StageState, document: PlanDocument, told: Memory) -> Memory:
-    """In bytes; `told` has the rest."""
+def puts_off(document: PlanDocument, stage: int) -> bool:
+    """Whether weight gradients wait for a W on the ranks of a stage."""
+    return bool(split_backwards(plan_order(document, document.num_micro_batches)[document.ranks_of_stages[stage]]))
+
+
+def state_memory(state: StageState, document: PlanDocument, told: Memory, late: bool) -> Memory:
+    """In bytes; `told` has the rest. `late`: weight gradients wait for a W."""
     zero, whole, own = document.zero, state.whole, state.own
     versions = VERSIONS if document.schedule == ASYNCHRONOUS else 1
     open_ = whole - sum(b.size for b in state.buckets if b.num_shards == 1)
-    accumulated = open_ if document.schedule.startswith(PUTS_OFF) else state.accumulated_at_once(document.num_micro_batches > 1)
+    accumulated = open_ if late else state.accumulated_at_once(document.num_micro_batches > 1)
     adds_up_whole = zero < 2 or (zero == 2 and document.num_micro_batches > 1)
-    summed = max((b.shard_size if zero else b.size for b in state.buckets if b.num_shards > 1), default=0)
+    summed = max((b.shard_size for b in state.buckets if zero and b.num_shards > 1), default=0)
     value_bytes, sum_bytes = ITEM_BYTES[document.precision], ITEM_BYTES[document.reduce_dtype]
     values = state.gathered_at_once() if zero == 3 else whole
     masters = ELEMENT_BYTES * (own if zero else whole) if zero == 3 or value_bytes < ELEMENT_BYTES else 0
