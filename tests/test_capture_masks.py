@@ -1,4 +1,4 @@
-"""Constant attention masks: which are removed, made smaller, or stay."""
+"""Constant masks: those of attention are removed, made smaller, or stay; those that select go by position."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.compiler.capture import capture
+from meshwright.compiler.interpret import count_targets, run_graph
+from meshwright.plan import compile
 from meshwright.tests.test_capture_passes import D, Model, N, T, captured_graph
 
 
@@ -71,3 +73,23 @@ def test_a_mask_that_broadcasts_over_queries_is_not_causal() -> None:
     graph = captured_graph(Model(attend), x=torch.zeros(N, D))
     op = next(op for op in graph.ops if "scaled_dot_product" in op.target)
     assert op.args[3] is not None and not op.args[5]
+
+
+def test_selections_by_a_constant_mask_go_by_position() -> None:
+    """Also of two dims, and written into; shapes are static, so that the footprint's fake tensors go through."""
+
+    def select(h: T) -> T:
+        odd, corner = torch.arange(D) % 2 == 1, torch.ones(N, D).tril() > 0
+        written = torch.zeros_like(h)
+        written[:, odd] = h[:, odd] * 2
+        return written.sum() + h[corner].square().sum()
+
+    module, x = Model(select), torch.randn(N, D)
+    captured = capture(module, {"x": torch.zeros(N, D)}, seq=D, micro_batch=N)
+    selections = [op for op in captured.graph.ops if op.target.startswith("aten.index")]
+    assert len(selections) == 3 and all(captured.graph.values[n].dtype != "bool" for op in selections for n in op.operands)
+    assert sum(op.target == "aten.nonzero_static.default" for op in captured.graph.ops) == 2
+    ones = [count.float() for count in count_targets(captured.graph, captured.buffers, {"x": x})]
+    found = run_graph(captured.graph, dict(module.named_parameters()), captured.buffers, {"x": x}, ones)
+    torch.testing.assert_close(found, module(x))
+    assert compile(module, {"x": torch.zeros(N, D)}, mesh="dp=1", seq=D, micro_batch=N).document.stages[0].memory.activations > 0

@@ -23,6 +23,7 @@ from meshwright.compiler.capture.functionalize import functionalize
 from meshwright.compiler.capture.layers import find_segments
 from meshwright.compiler.capture.loss import split_loss
 from meshwright.compiler.capture.masks import fold_masks
+from meshwright.compiler.capture.selections import select_by_position
 from meshwright.compiler.capture.simplify import (
     RandomOpsError,
     assign_levels,
@@ -156,7 +157,7 @@ def simplify(traced: Traced) -> Graph:
         return functionalize(graph, traced.aliases)
 
     def fold(graph: Graph) -> Graph:
-        return fold_masks(graph, traced.buffers)
+        return select_by_position(fold_masks(graph, traced.buffers), traced.buffers)
 
     pipeline: tuple[Callable[[Graph], Graph], ...] = (
         mark_gradients,
