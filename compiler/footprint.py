@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -231,7 +231,9 @@ class Trial(Context):
             forward = live.peak
             del returned, outputs
             live.reset_peak()
-            with self.products.collecting() if split else nullcontext([]) as work, suppress(*NEED_DATA):
+            none: list[Work] = []
+            collecting: AbstractContextManager[list[Work]] = self.products.collecting() if split else nullcontext(none)
+            with collecting as work, suppress(*NEED_DATA):
                 if roots:
                     torch.autograd.backward(roots, gradients)
             backward, waiting, weight = live.peak, None, 0

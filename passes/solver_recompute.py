@@ -98,7 +98,7 @@ def solve_stage(segments: Sequence[Sequence[Option]], at: Sequence[Moment], room
     return stage.solve()
 
 
-Sum = cp_model.LinearExprT
+Sum = cp_model.LinearExpr | int
 
 
 class _Stage:
@@ -112,7 +112,7 @@ class _Stage:
             self._model.add_exactly_one(taken)
         self._kept = self._sums(lambda option: option.own_bytes)
         self._put_off = self._sums(lambda option: option.waiting.own_bytes)
-        self._shared = {now: self._once(RULES[now].shared) for now in {*doing, Doing.BACKWARD, Doing.WEIGHT}}
+        self._shared = {now: self._once(RULES[now].shared) for now in Doing if now in {*doing, Doing.BACKWARD, Doing.WEIGHT}}
         for i in range(1, len(segments)):
             if segments[i - 1] == segments[i]:
                 self._model.add(self._kept[i - 1] <= self._kept[i])
@@ -129,7 +129,7 @@ class _Stage:
         total: Sum = 0
         for name, size in {n: size for options in self._segments for o in options for n, size in of(o).items()}.items():
             there = self._model.new_bool_var(name)
-            total += size * there
+            total = total + size * there
             for taken, options in zip(self._x, self._segments, strict=True):
                 for option, var in zip(options, taken, strict=True):
                     if name in of(option):
@@ -139,9 +139,8 @@ class _Stage:
     def fit(self, moment: Moment, room_bytes: int) -> None:
         """What there is at a moment fits."""
         kept, put_off, now = self._kept, self._put_off, moment.doing
-        others = moment.kept * (sum(kept) + self._shared[Doing.BACKWARD])
-        if moment.put_off:
-            others += moment.put_off * (sum(put_off) + self._shared[Doing.WEIGHT])
+        between = moment.put_off * (sum(put_off) + self._shared[Doing.WEIGHT])
+        others = moment.kept * (sum(kept) + self._shared[Doing.BACKWARD]) + between
         needs = self._sums(RULES[now].need)
         for i, need in enumerate(needs):
             there = sum(put_off[: i + 1]) if now is Doing.WEIGHT else sum(kept[: i + 1])
