@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.passes.order_problem import Problem, taken_bytes
 from meshwright.passes.simulate import Times, timed
 from meshwright.passes.stage_memory import Needs
-from meshwright.passes.synthesise import Problem, synthesise, taken_bytes
+from meshwright.passes.synthesise import synthesise
 from meshwright.plans.mesh import Mesh
 from meshwright.plans.save import save_plan_dir
 from meshwright.runtime.actions import Schedule

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Link
-from meshwright.passes.choose_stages import SegmentCost, StageChoice, busy_share, choose_stages, on_ranks, priced
+from meshwright.passes.choose_stages import SegmentCost, StageChoice, StageCost, busy_share, choose_stages, on_ranks, priced
 from meshwright.passes.message_memory import Messages
+from meshwright.passes.order_problem import Problem
 from meshwright.passes.simulate import default_chunks
 from meshwright.passes.step_end import FP32_BYTES
-from meshwright.passes.synthesise import Problem, synthesise
+from meshwright.passes.synthesise import synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Schedule, StageRanks, split_backwards, stage_ranks
@@ -76,10 +77,12 @@ class ScheduleChoice:
     @property
     def fullest_bytes(self) -> int:
         """What the rank that holds most holds."""
-        ranks = self.stage_ranks
-        return max(
-            sum(s.memory.total for s, at in zip(self.stages.stages, ranks, strict=True) if at == rank) for rank in set(ranks)
-        )
+        return fullest_bytes(self.stages.stages, self.stage_ranks)
+
+
+def fullest_bytes(stages: Sequence[StageCost], ranks: StageRanks) -> int:
+    """What the rank that holds most holds."""
+    return max(sum(s.memory.total for s, at in zip(stages, ranks, strict=True) if at == rank) for rank in set(ranks))
 
 
 def may_put_off(schedule: str) -> bool:
@@ -124,7 +127,7 @@ def given(segments: Sequence[SegmentCost], pipeline: Pipeline, actions: Schedule
 
 
 def synthesised(pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
-    """An order for the stages of the best named schedule, which it starts from."""
+    """An order for the stages of the best named schedule, which it starts from: that one, where with messages no other fits."""
     stages, ranks = best.stages.stages, best.stage_ranks
     needs = tuple(s.needs for s in stages)
     room = None
@@ -134,6 +137,8 @@ def synthesised(pipeline: Pipeline, best: ScheduleChoice) -> ScheduleChoice:
         room = tuple(pipeline.memory_limit - size for size in taken)
     order = synthesise(Problem(best.stages.order, best.stages.times, needs, room))
     held = on_ranks(stages, Messages(order))
+    if pipeline.memory_limit is not None and fullest_bytes(held, ranks) > pipeline.memory_limit:
+        order, held = best.stages.order, stages
     found = priced(held, order, best.stages.times)
     end_s = best.stages.end_s
     step_s = found.step_s * busy_share(found, pipeline.link) + end_s

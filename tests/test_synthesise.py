@@ -8,9 +8,10 @@ import pytest
 
 from meshwright.passes.choose_schedule import Pipeline, ScheduleChoice, choose_schedule
 from meshwright.passes.choose_stages import SegmentCost
+from meshwright.passes.order_problem import Problem, taken_bytes
 from meshwright.passes.simulate import Times, in_flight, timed
 from meshwright.passes.stage_memory import Needs
-from meshwright.passes.synthesise import Problem, is_shortest, list_orders, split_order, synthesise, taken_bytes
+from meshwright.passes.synthesise import is_shortest, list_orders, split_order, synthesise
 from meshwright.plans.errors import InputError
 from meshwright.plans.mesh import Mesh
 from meshwright.runtime.actions import Action, Kind, Schedule
