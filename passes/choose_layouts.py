@@ -21,7 +21,7 @@ results of this optimisation, not inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.assignment import OpClass
@@ -78,14 +78,29 @@ def solve(problem: LayoutProblem) -> tuple[Builder, tuple[int, ...]]:
 
 
 def contradiction(problem: LayoutProblem) -> str:
-    """The error for pins that exclude each other: names one without which the others can be had."""
-    axis, pins = problem.legal.axis, problem.pins
-    for op_class, type_ in pins.results.items():
-        others = LayoutPins({c: t for c, t in pins.results.items() if c != op_class}, pins.parameters)
+    """The error for pins that exclude each other, or that no layout of the ops around can have: names one without which there is one."""
+    axis = problem.legal.axis
+    for key, type_, others in without_each(problem):
         if solvable(replace(problem, pins=others)):
-            key = f"kinds.{op_class[0]}.layouts.{'.'.join(problem.kinds.keys[op_class[0]][op_class[1]])}"
-            return f"plan.yaml: {key}: {type_}@{axis} contradicts the layouts pinned around it; leave it out, or change them too"
+            alone = not others.results and not others.parameters
+            why = "cannot be had: the ops that read it have no layouts with it" if alone else "contradicts the layouts pinned around it"
+            return f"plan.yaml: {key}: {type_}@{axis} {why}; leave it out{'' if alone else ', or change them too'}"
     return f"plan.yaml: the layouts given under kinds and parameters exclude each other on {axis}={problem.legal.ranks}; leave some out"
+
+
+def without_each(problem: LayoutProblem) -> Iterator[tuple[str, Type, LayoutPins]]:
+    """Each pin's key and type, with the other pins. Parameters at one place of all layers of a kind are one."""
+    kinds, pins = problem.kinds, problem.pins
+    for op_class, type_ in pins.results.items():
+        key = f"kinds.{op_class[0]}.layouts.{'.'.join(kinds.keys[op_class[0]][op_class[1]])}"
+        yield key, type_, LayoutPins({c: t for c, t in pins.results.items() if c != op_class}, pins.parameters)
+    classes: dict[str, list[str]] = {}
+    for parameter in kinds.graph.parameters:
+        if parameter.path in pins.parameters:
+            classes.setdefault(parameter_class(kinds, parameter), []).append(parameter.path)
+    for paths in classes.values():
+        others = {path: t for path, t in pins.parameters.items() if path not in paths}
+        yield f"parameters.{compress(paths)[0]}", pins.parameters[paths[0]], LayoutPins(pins.results, others)
 
 
 def solvable(problem: LayoutProblem) -> bool:

@@ -51,7 +51,11 @@ def check_entry(graph: Graph, key: str, text: str) -> None:
     """InputError for a policy that is none, or a pattern without an op."""
     where = f"plan.yaml: precision_ops.{key}"
     read_policy(where, text)
-    if not any(short_name(op.target) == key or matches(key, op) for op in graph.ops):
+    try:
+        found = any(short_name(op.target) == key or matches(key, op) for op in graph.ops)
+    except ValueError as problem:
+        raise InputError(f"{where}: {problem}") from None
+    if not found:
         modules = sorted({op.module for op in graph.ops if op.module})
         example = modules[len(modules) // 2] if modules else "model"
         raise InputError(f"{where}: matches no op; give an op such as softmax, a module such as {example}, or MODULE:OP")

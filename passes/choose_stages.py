@@ -334,7 +334,7 @@ def does_not_fit(
         f"activations {format_bytes(memory.activations)} with {most.kept + most.put_off + 1} micro-batches in flight, "
         f"{format_bytes(memory.transient)} for the moment"
     )
-    least_kept = ", recomputing what it can," if recomputed else ""
+    least_kept = ", recomputing what it can" if recomputed else ""
     where = f"stages[{stage}] as given" if pinned else f"stage {stage} of the best {len(costs)} stages"
     cure = "leave stages out, allow" if pinned else "allow"
     return (

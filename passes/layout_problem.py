@@ -203,7 +203,7 @@ class Builder:
             op = self.problem.kinds.op(kind, position)
             wanted = self.problem.pins.results.get(op_class) or self.forced.get(op_class)
             kept = tuple(s for s in legal if wanted is None or s.results[0] == wanted)
-            if wanted is None and op_class in self.added:
+            if wanted is None and op_class in self.added and not self.reads_pinned(op):
                 kept = without_hidden(kept, len(op.results[0].shape))
             if not kept:
                 raise InputError(illegal(self.problem.kinds, self.problem.legal, op_class, wanted or I))
@@ -224,6 +224,11 @@ class Builder:
                     self.connect(source, consumer, operand, segment.kind, (name, segment.name))
                     if source is not None and name == linear_input(self.graph.ops[i], self.graph):
                         self.linears.setdefault((*source, segment.kind), {}).setdefault(position, self.graph.ops[i])
+
+    def reads_pinned(self, op: Op) -> bool:
+        """Whether a parameter that an op reads, or its equal in another layer, is pinned."""
+        own = {self.choice_of_parameter[self.graph.parameter_of[n].path] for n in op.operands if n in self.graph.parameter_of}
+        return any(self.choice_of_parameter[path] in own for path in self.problem.pins.parameters)
 
     def add_entry(self, kind: str, place: int) -> None:
         """A choice for an external whose members' values come from several places: its type is that of the last member's value."""

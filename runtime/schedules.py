@@ -42,8 +42,11 @@ def plan_order(plan: PlanDocument, micro_batches: int) -> Schedule:
     """The order of compute of a plan: its own actions, or those of its schedule's name.
 
     A synthesised order is of the plan's own number of micro-batches; for another the zero-bubble schedule of as many chunks stands in.
-    InputError for actions that are not on the plan's ranks, or a schedule that deals stages otherwise.
+    InputError for actions that are of another schedule or number of micro-batches, or not on the plan's ranks, and for a schedule that
+    deals stages otherwise.
     """
+    if plan.actions is not None:
+        check_actions(plan)
     if plan.actions is not None and micro_batches == plan.num_micro_batches:
         where, order = "actions", read_actions(plan.actions)
     else:
@@ -60,6 +63,15 @@ def plan_order(plan: PlanDocument, micro_batches: int) -> Schedule:
             f"plan.yaml: stage_ranks: found {' '.join(map(str, plan.ranks_of_stages))}, {plan.schedule} has {' '.join(map(str, found))}"
         )
     return order
+
+
+def check_actions(plan: PlanDocument) -> None:
+    """InputError for actions that the plan's other keys contradict."""
+    if plan.schedule in SCHEDULES:
+        raise InputError(f"plan.yaml: actions: are those of a synthesised schedule, found {plan.schedule}; leave actions out")
+    count = 1 + max((a.micro_batch for row in read_actions(plan.actions or ()) for a in row), default=-1)
+    if count != plan.num_micro_batches:
+        raise InputError(f"plan.yaml: actions: are for {count} micro-batches, the plan has {plan.num_micro_batches}; leave actions out")
 
 
 def plan_schedule(plan: PlanDocument, micro_batches: int) -> Schedule:

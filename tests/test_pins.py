@@ -51,3 +51,12 @@ def test_a_pin_that_means_nothing_is_refused() -> None:
     plan = compile(build("llama").directory, **MESH)
     with pytest.raises(InputError, match=r"pinned: found kinds\.layer\.layouts\.mlp\.gate, expected"):
         again(plan, ("pinned: []", "pinned: [kinds.layer.layouts.mlp.gate]"))
+
+
+def test_a_pinned_weight_lifts_what_is_only_not_chosen() -> None:
+    """A product into the residual stream is sliced along the hidden size when its weight is pinned so; a table's columns cannot be."""
+    down = "model.layers.{0..3}.mlp.down_proj.weight"
+    layouts = compile(build("llama").directory, **MESH, parameters={down: "S(0)@tp"}).document.parameter_layouts
+    assert {str(layout) for name, layout in layouts.items() if name.endswith("down_proj.weight")} == {"S(0)@tp"}
+    with pytest.raises(InputError, match=r"parameters\.model\.embed_tokens\.weight: S\(1\)@tp cannot be had: the ops that read it"):
+        compile(build("llama", tie_word_embeddings=True).directory, **MESH, parameters={"model.embed_tokens.weight": "S(1)@tp"})

@@ -154,6 +154,8 @@ def test_router_logits_and_overrides() -> None:
     assert all(op.results[0].dtype == "float32" for op in gates)
     with pytest.raises(InputError, match=r"precision_ops.model.nothing: matches no op"):
         settle_precision(captured.graph, "bf16", {"model.nothing": "fp32"})
+    with pytest.raises(InputError, match=r"precision_ops.model.{0: pattern 'model.{0' has a brace without its partner"):
+        settle_precision(captured.graph, "bf16", {"model.{0": "fp32"})
     with pytest.raises(InputError, match=r"precision_ops.linear: found 'fp64', expected compute, fp32"):
         settle_precision(captured.graph, "bf16", {"linear": "fp64"})
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.plans.errors import InputError
 from meshwright.runtime.actions import Action, Kind, Schedule, parse, show, stage_ranks
 from meshwright.runtime.orders import SCHEDULES, one_f_one_b
-from meshwright.runtime.schedules import build, finished_sends, insert_transfers, named_order
+from meshwright.runtime.schedules import build, finished_sends, insert_transfers, named_order, plan_order
 from meshwright.runtime.soundness import check_schedule
+from meshwright.tests.sample_plan import sample_document
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 2), (4, 8), (5, 3), (4, 5), (5, 12)]
 CHUNKS = [(name, named.chunks) for name, named in SCHEDULES.items()] + [("interleaved", 3)]
@@ -114,3 +116,14 @@ def test_what_does_not_exist() -> None:
         build("zb-v", 2, 2)
     one: Schedule = one_f_one_b(1, 1, 2)
     assert insert_transfers(one) == parse("rank 0: 0F0 0B0 0F1 0B1 0REDUCE")
+
+
+def test_actions_that_the_plan_contradicts_are_refused() -> None:
+    order = [" ".join(map(str, actions)) for actions in one_f_one_b(2, 1, 4)]
+    document = sample_document()
+    assert document.mesh.pp == 2 and document.num_micro_batches != 5
+    fewer = document.model_copy(update={"schedule": "synthesised", "actions": tuple(order), "global_batch": 5})
+    with pytest.raises(InputError, match=r"actions: are for 4 micro-batches, the plan has \d+; leave actions out"):
+        plan_order(fewer, 4)
+    with pytest.raises(InputError, match="actions: are those of a synthesised schedule, found 1f1b"):
+        plan_order(document.model_copy(update={"schedule": "1f1b", "actions": tuple(order)}), 4)
