@@ -36,11 +36,12 @@ from meshwright.compiler.kinds import Kinds
 from meshwright.compiler.precision import DTYPES
 from meshwright.compiler.recomputation import read_recomputed
 from meshwright.plans.document import Declaration, PlanDocument
-from meshwright.plans.errors import InputError
+from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.plans.programs import program_name, stage_facts
 from meshwright.plans.save import save_plan_dir
 from meshwright.plans.show import summary
 from meshwright.plans.signature import Signature
+from meshwright.plans.units import format_bytes
 from meshwright.runtime.actions import Schedule
 from meshwright.runtime.endless import SETTLED, unrolled
 from meshwright.runtime.orders import ASYNCHRONOUS
@@ -108,19 +109,35 @@ def with_weights(compiled: CompiledPlan, captured: Captured, model: str | torch.
 
 
 @rare_collections()
-
-
 def plan_captured(captured: Captured, setting: Setting, tell: Progress) -> CompiledPlan:
     """Chooses and emits for a captured model; it must have been captured for the setting's sequence and micro-batch."""
     graph, precision_ops = with_casts(captured, setting.declaration)
     kinds = Kinds(graph)
     tell("choosing layouts")
-    chosen, pricing, stages = fit_layouts(kinds, setting, tell)
-    document = write_document(captured, chosen, stages, setting, pricing, precision_ops)
+    document = fit(captured, kinds, precision_ops, setting, tell)
     tell("emitting programs")
     programs = emit(kinds, document)
     check_pipeline(document, programs)
     return CompiledPlan(with_buffers(document, programs, captured), programs, model_files(captured))
+
+
+def fit(captured: Captured, kinds: Kinds, precision_ops: Mapping[str, str], setting: Setting, tell: Progress) -> PlanDocument:
+    """Decisions that hold to the memory limit with what only a whole plan knows: padded buckets, ZeRO's gathers, sums over dp. By how much
+    these exceed it is kept free when it is all chosen again. OverLimitError when nothing fits."""
+    limit, reserve = setting.memory_limit, 0
+    while True:
+        try:
+            chosen, pricing, choice = fit_layouts(kinds, setting.with_less_memory(reserve), tell)
+        except OverLimitError as error:
+            if not reserve:
+                raise
+            kept = f"{format_bytes(reserve)} of {format_bytes(limit or 0)} are kept free for padded buckets, gathers and sums over dp"
+            raise OverLimitError(f"{error} ({kept})") from None
+        document = write_document(captured, chosen, choice, setting, pricing, precision_ops)
+        excess = max(map(document.memory_of, range(setting.mesh.pp))) - (limit or 0)
+        if limit is None or excess <= 0:
+            return document
+        reserve += excess
 
 
 def with_buffers(document: PlanDocument, programs: Mapping[str, str], captured: Captured) -> PlanDocument:

@@ -42,7 +42,7 @@ from meshwright.passes.segment_costs import Pricing, collective_seconds, segment
 from meshwright.passes.simulate import default_chunks
 from meshwright.plans.available import AVAILABLE
 from meshwright.plans.document import Declaration
-from meshwright.plans.errors import InputError
+from meshwright.plans.errors import InputError, OverLimitError
 from meshwright.runtime.orders import ASYNCHRONOUS
 from meshwright.setting import DEFAULT_HARDWARE, DEFAULT_SEQ, Setting, settle
 
@@ -166,11 +166,25 @@ def compile_plan(
         if kept_less is not None:
             return driver.with_weights(kept_less, pricer.captured(kept_less.document.micro_batch)[0], model)
         raise InputError(nothing_fits(declared.devices, found, pricer.limit_bytes, larger(pricer, declared.devices)))
-    best = found.best_meshes()[0].combination
-    captured, _ = pricer.captured(best.micro_batch)
-    compiled = driver.plan_captured(captured, pricer.setting(best), pricer.tell)
-    compiled = replace(compiled, search=report(declared.devices, found, pricer.limit_bytes))
-    return driver.with_weights(compiled, captured, model)
+    compiled = fitting(pricer, found)
+    compiled = replace(compiled, search=(*report(declared.devices, found, pricer.limit_bytes), *compiled.search))
+    return driver.with_weights(compiled, pricer.captured(compiled.document.micro_batch)[0], model)
+
+
+def fitting(pricer: Pricer, found: Found) -> CompiledPlan:
+    """The plan of the best combination that fits with padded buckets, gathers and sums over dp, and a line for each that does not."""
+
+    def plan(way: Combination) -> CompiledPlan:
+        return driver.plan_captured(pricer.captured(way.micro_batch)[0], pricer.setting(way), pricer.tell)
+
+    said: list[str] = []
+    *better, last = [place.combination for place in found.best_meshes()]
+    for way in better:
+        try:
+            return replace(plan(way), search=tuple(said))
+        except OverLimitError as error:
+            said.append(f"  {way}: not taken after all: {error}")
+    return replace(plan(last), search=tuple(said))
 
 
 def leaner(pricer: Pricer, found: Found) -> CompiledPlan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.compiler.hardware import Hardware, load_hardware
 from meshwright.passes.choose_schedule import AUTO
@@ -35,6 +35,13 @@ class Setting:
         """Bytes of a rank. Recomputation is chosen for the hardware's memory when no limit is given."""
         chooses = self.declaration.recompute == AUTO and self.declaration.recomputed is None
         return self.declaration.memory_limit or (self.hardware.device.memory_bytes if chooses else None)
+
+
+    def with_less_memory(self, num_bytes: int) -> Setting:
+        """The same with a smaller limit, if there is one."""
+        if not num_bytes or self.memory_limit is None:
+            return self
+        return replace(self, declaration=self.declaration.model_copy(update={"memory_limit": max(1, self.memory_limit - num_bytes)}))
 
 
 def settle(declaration: Declaration) -> Setting:

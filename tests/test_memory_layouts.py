@@ -20,7 +20,7 @@ from meshwright.tests.test_solver_layout import Problem
 
 
 def planned(**options: object) -> Plan:
-    return compile(build("llama").directory, None, mesh="tp=2", seq=32, micro_batch=2, hardware="h100", **options)
+    return compile(build("llama").directory, None, **{"mesh": "tp=2", "seq": 32, "micro_batch": 2, "hardware": "h100", **options})
 
 
 def test_layouts_keep_less_where_the_limit_binds_and_say_so() -> None:
@@ -38,6 +38,20 @@ def test_layouts_keep_less_where_the_limit_binds_and_say_so() -> None:
     assert roomy.document.kinds == free.document.kinds and roomy.document.notes == free.document.notes
     with pytest.raises(InputError, match="memory_limit: stage 0"):
         planned(memory_limit=memory.total // 2)
+
+
+def test_the_limit_holds_for_what_only_a_whole_plan_knows() -> None:
+    """Padded buckets, ZeRO's gathers and sums over dp come to what stages are cut by."""
+
+    def fullest(limit: int) -> int:
+        document = planned(mesh="dp=2", zero=3, recompute="auto", memory_limit=limit).document
+        return document.memory_of(0)
+
+    free = fullest(10**9)
+    for share in (0.9, 0.8):
+        assert fullest(int(share * free)) <= share * free
+    with pytest.raises(InputError, match=r"the limit is .* are kept free for padded buckets, gathers and sums over dp\)"):
+        fullest(int(0.65 * free))
 
 
 def test_priced_bytes_give_the_fastest_of_all_that_keep_no_more() -> None:
