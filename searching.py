@@ -100,6 +100,10 @@ class Pricer:
         }
         return settle(self.declaration.model_copy(update=chosen))
 
+    def plan(self, way: Combination) -> CompiledPlan:
+        """The plan of a combination, without the weights of a model that was given as an object."""
+        return driver.plan_captured(self.captured(way.micro_batch)[0], self.setting(way), self.tell)
+
     def pricing(self, way: Combination) -> tuple[Pricing, tuple[SegmentCost, ...]]:
         """Layouts and costs of segments, shared by all that have the micro-batch, tp, ep and recomputation."""
         key = (way.micro_batch, way.mesh.tp, way.mesh.ep, way.recompute)
@@ -173,18 +177,14 @@ def compile_plan(
 
 def fitting(pricer: Pricer, found: Found) -> CompiledPlan:
     """The plan of the best combination that fits with padded buckets, gathers and sums over dp, and a line for each that does not."""
-
-    def plan(way: Combination) -> CompiledPlan:
-        return driver.plan_captured(pricer.captured(way.micro_batch)[0], pricer.setting(way), pricer.tell)
-
     said: list[str] = []
     *better, last = [place.combination for place in found.best_meshes()]
     for way in better:
         try:
-            return replace(plan(way), search=tuple(said))
+            return replace(pricer.plan(way), search=tuple(said))
         except OverLimitError as error:
             said.append(f"  {way}: not taken after all: {error}")
-    return replace(plan(last), search=tuple(said))
+    return replace(pricer.plan(last), search=tuple(said))
 
 
 def leaner(pricer: Pricer, found: Found) -> CompiledPlan | None:
@@ -193,7 +193,7 @@ def leaner(pricer: Pricer, found: Found) -> CompiledPlan | None:
     for place in nearest[:LEAN]:
         way = place.combination
         try:
-            compiled = driver.plan_captured(pricer.captured(way.micro_batch)[0], pricer.setting(way), pricer.tell)
+            compiled = pricer.plan(way)
         except InputError:
             continue
         first, *others = report(way.mesh.world_size, found, pricer.limit_bytes)

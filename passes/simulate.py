@@ -226,10 +226,3 @@ def kept_after(actions: Actions) -> tuple[int, ...]:
             now -= 1
         found.append(now)
     return tuple(found)
-
-
-def stage_in_flight(order: Schedule) -> tuple[int, ...]:
-    """Most micro-batches that each stage keeps activations for."""
-    return tuple(
-        in_flight((tuple(a for a in order[rank] if a.stage == stage),))[0] for stage, rank in enumerate(stage_ranks(order))
-    )

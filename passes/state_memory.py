@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER
+from meshwright.passes.step_end import OPTIMIZER_PER_PARAMETER, gradient_bytes
 from meshwright.plans.document import Memory, PlanDocument
 from meshwright.plans.precision import ITEM_BYTES
 from meshwright.plans.signature import Signature
@@ -142,11 +142,11 @@ def state_memory(state: StageState, document: PlanDocument, told: Memory, late: 
     value_bytes, sum_bytes = ITEM_BYTES[document.precision], ITEM_BYTES[document.reduce_dtype]
     values = state.gathered_at_once() if zero == 3 else whole
     masters = ELEMENT_BYTES * (own if zero else whole) if zero == 3 or value_bytes < ELEMENT_BYTES else 0
-    gradient_bytes = sum_bytes if value_bytes < ELEMENT_BYTES else ELEMENT_BYTES
-    rounded = max((b.size for b in state.buckets if b.num_shards > 1), default=0) if sum_bytes < gradient_bytes else 0
+    kept_bytes = gradient_bytes(value_bytes, sum_bytes)
+    rounded = max((b.size for b in state.buckets if b.num_shards > 1), default=0) if sum_bytes < kept_bytes else 0
     lasting = Memory(
         parameters=value_bytes * (state.frozen + versions * values) + versions * masters,
-        gradients=gradient_bytes * (versions * whole if adds_up_whole else own + accumulated),
+        gradients=kept_bytes * (versions * whole if adds_up_whole else own + accumulated),
         optimizer=ELEMENT_BYTES * OPTIMIZER_PER_PARAMETER * (own if zero else whole),
         activations=told.activations,
         communication=sum_bytes * (summed + rounded),

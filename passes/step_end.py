@@ -28,6 +28,11 @@ UPDATE_PASSES = 10
 """The gradient's squares read (1), the gradient scaled (2), parameter, gradient and moments read (4), three of them written (3)."""
 
 
+def gradient_bytes(value_bytes: int, sum_bytes: int) -> int:
+    """Of a gradient while micro-batches add up (runtime.flat_bucket.Numbers): that of FP32 values is FP32, else as it is summed."""
+    return sum_bytes if value_bytes < FP32_BYTES else FP32_BYTES
+
+
 @dataclass(frozen=True)
 class Holding:
     """What a rank keeps. `copies` of parameters and gradients; `shards`: ranks of dp. `value_bytes` of a number that programs read,
@@ -50,7 +55,7 @@ class Holding:
         """Bytes for their gradients, which 16-bit values have in the type of the sums."""
         whole = self.zero < 2 or (self.zero == 2 and self.micro_batches > 1)
         kept = size_bytes if whole else self.sharded(size_bytes)
-        return self.copies * (kept * self.sum_bytes // FP32_BYTES if self.value_bytes < FP32_BYTES else kept)
+        return self.copies * (kept * gradient_bytes(self.value_bytes, self.sum_bytes) // FP32_BYTES)
 
     def optimizer(self, size_bytes: int) -> int:
         """Bytes for their moments."""

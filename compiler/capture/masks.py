@@ -92,12 +92,7 @@ def _reduce(value: Value, mask: Mask, ops: list[Op]) -> str:
 
 def _classify(graph: Graph, name: str, scores: tuple[int, ...], buffers: Mapping[str, torch.Tensor]) -> Mask | None:
     """What a mask says of (queries, keys) scores, or None when it is not a constant or too large to evaluate."""
-    producer = graph.producers.get(name)
-    if producer is not None and graph.ops[producer].level is not Level.CONSTANT:
-        return None
-    if producer is None and name not in {value.name for value, _ in graph.buffers}:
-        return None
-    if math.prod(graph.values[name].shape) > LARGEST_NUMEL:
+    if not can_evaluate(graph, name):
         return None
     mask = evaluate(graph, name, buffers)
     blocked = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
@@ -115,6 +110,13 @@ def _varies(mask: torch.Tensor) -> tuple[bool, bool]:
     if mask.dim() != 4:
         return True, True
     return bool((mask != mask[:1]).any()), bool((mask != mask[:, :1]).any())
+
+
+def can_evaluate(graph: Graph, name: str) -> bool:
+    """Whether a value is a constant, and not too large."""
+    producer = graph.producers.get(name)
+    constant = graph.ops[producer].level is Level.CONSTANT if producer is not None else name in {v.name for v, _ in graph.buffers}
+    return constant and math.prod(graph.values[name].shape) <= LARGEST_NUMEL
 
 
 def evaluate(graph: Graph, name: str, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:

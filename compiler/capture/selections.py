@@ -8,13 +8,12 @@ A mask has n true entries whatever runs, since it depends on neither inputs nor 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from meshwright.compiler.capture.masks import LARGEST_NUMEL, evaluate
+from meshwright.compiler.capture.masks import can_evaluate, evaluate
 from meshwright.compiler.graph import Graph, Level, Op, Ref, Value, aten_packet
 
 SELECTIONS = frozenset(("index", "index_put", "_unsafe_index", "_unsafe_index_put"))
@@ -38,9 +37,8 @@ def select_by_position(graph: Graph, buffers: Mapping[str, torch.Tensor]) -> Gra
 
 def is_constant_mask(graph: Graph, name: str) -> bool:
     """Whether a value is a mask that can be evaluated here."""
-    value, producer = graph.values[name], graph.producers.get(name)
-    constant = graph.ops[producer].level is Level.CONSTANT if producer is not None else name in {v.name for v, _ in graph.buffers}
-    return value.dtype == "bool" and bool(value.shape) and constant and math.prod(value.shape) <= LARGEST_NUMEL
+    value = graph.values[name]
+    return value.dtype == "bool" and bool(value.shape) and can_evaluate(graph, name)
 
 
 def positions(mask: Value, count: int) -> list[Op]:
