@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.compiler.assignment import TRAFFIC, Legal, OpClass
-from meshwright.compiler.costs import conversion_s
 from meshwright.compiler.flops import op_time_s
 from meshwright.compiler.graph import Parameter
 from meshwright.compiler.kinds import Kind, Kinds
 from meshwright.compiler.labels import BATCH, HIDDEN, SEQUENCE, Labels
-from meshwright.passes.segment_costs import Pricing, kind_conversions
+from meshwright.passes.segment_costs import Pricing, compute_seconds, conversion_seconds
 from meshwright.plans.layout import I, P, R, Type, conversion, shard
 from meshwright.plans.units import format_bytes, format_seconds
 
@@ -182,19 +181,17 @@ def op_costs(pricing: Pricing, op_class: OpClass) -> tuple[Row, ...]:
         ("compute", f"forward {format_seconds(forward)}, backward {format_seconds(backward)} per micro-batch and layer"),
     ]
     entered = assignment.entry_types(op_class[0])
+    times = conversion_seconds(pricing, kinds.by_name[op_class[0]].representative)
     for name, need in dict(zip(op.operands, strategy.operands, strict=True)).items():
         source = entered.get(name, assignment.type_of(name))
         if source != need:
-            rows.append((f"{name} {source} -> {need}", conversion_row(pricing, name, source, need)))
+            rows.append((f"{name} {source} -> {need}", conversion_row(source, need, times[name, source, need])))
     rows.append(("result", f"{format_bytes(pricing.local_bytes(op.results[0].name, strategy.results[0]))} on a rank"))
     return tuple(rows)
 
 
-def conversion_row(pricing: Pricing, name: str, source: Type, target: Type) -> str:
-    """A conversion's collectives and seconds."""
-    assignment, value = pricing.assignment, pricing.assignment.kinds.graph.values[name]
-    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
-    times = conversion_s(source, target, pricing.local_bytes(name, I), assignment.ranks, link, value.requires_grad)
+def conversion_row(source: Type, target: Type, times: tuple[float, float]) -> str:
+    """A conversion's collectives and seconds, without what is hidden."""
     names = conversion(source, target)
     forward, backward = (f"{n} {format_seconds(t)}" for n, t in zip((names.forward, names.backward), times, strict=True))
     return f"forward {forward}, backward {backward}, shared by all that read it so"
@@ -203,20 +200,13 @@ def conversion_row(pricing: Pricing, name: str, source: Type, target: Type) -> s
 def segment_split(pricing: Pricing, kind: Kind) -> tuple[Row, ...]:
     """Compute and collectives of one member of a kind, per micro-batch."""
     assignment = pricing.assignment
-    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
-    forward = backward = 0.0
-    for position, i in enumerate(kind.representative.ops):
-        op, strategy = assignment.kinds.graph.ops[i], assignment.strategies[kind.name, position]
-        split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
-        cost = op_time_s(op, assignment.kinds.graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
-        forward, backward = forward + cost[0], backward + cost[1]
+    forward, backward = compute_seconds(pricing, kind.representative)
     rows = [("compute", f"forward {format_seconds(forward)}, backward {format_seconds(backward)} per micro-batch")]
     found: dict[str, list[float]] = {}
-    for name, source, target in kind_conversions(assignment, kind.representative):
-        names, value = conversion(source, target), assignment.kinds.graph.values[name]
-        times = conversion_s(source, target, pricing.local_bytes(name, I), assignment.ranks, link, value.requires_grad)
-        for collective, time_s in zip((names.forward, names.backward), times, strict=True):
-            if collective in TRAFFIC and time_s:
+    for (name, source, target), times in conversion_seconds(pricing, kind.representative).items():
+        names, runs = conversion(source, target), (True, assignment.kinds.graph.values[name].requires_grad)
+        for collective, time_s, run in zip((names.forward, names.backward), times, runs, strict=True):
+            if collective in TRAFFIC and run and assignment.ranks > 1:
                 found.setdefault(collective, []).append(time_s)
     rows += [(name, f"{len(times)} taking {format_seconds(sum(times))} per micro-batch") for name, times in found.items()]
     return tuple(rows)

@@ -149,6 +149,16 @@ def segment_parameters(pricing: Pricing, segment: Segment) -> tuple[tuple[str, s
 
 def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
     """(forward, backward) seconds of one micro-batch through a segment."""
+    forward, backward = compute_seconds(pricing, segment)
+    for before, after in conversion_seconds(pricing, segment).values():
+        forward, backward = forward + before, backward + after
+    moves = expert_moves_s(pricing, segment.kind)
+    forward, backward = forward + moves, backward + moves
+    return forward, backward
+
+
+def compute_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
+    """The same of its ops alone, each on its share."""
     assignment = pricing.assignment
     graph = assignment.kinds.graph
     forward = backward = 0.0
@@ -157,10 +167,6 @@ def kind_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
         split = any(t.kind == "S" for t in (*strategy.operands, *strategy.results))
         cost = op_time_s(op, graph.values, 1 / assignment.ranks if split else 1.0, pricing.hardware)
         forward, backward = forward + cost[0], backward + cost[1]
-    for before, after in conversion_seconds(pricing, segment).values():
-        forward, backward = forward + before, backward + after
-    moves = expert_moves_s(pricing, segment.kind)
-    forward, backward = forward + moves, backward + moves
     return forward, backward
 
 
@@ -224,29 +230,33 @@ def call_conversions(assignment: Assignment, segment: Segment) -> tuple[tuple[st
     return tuple((name, source, target) for name, source, target in pairs if source != target)
 
 
-def call_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
-    """(forward, backward) seconds of the conversions at a segment's call."""
+def call_conversion_seconds(pricing: Pricing, segment: Segment) -> dict[tuple[str, Type, Type], tuple[float, float]]:
+    """(forward, backward) seconds of every conversion at a segment's call."""
     link = pricing.hardware.link_for(pricing.assignment.axis, pricing.mesh)
     values = pricing.assignment.kinds.graph.values
-    times = [
-        conversion_s(source, target, pricing.local_bytes(name, I), pricing.assignment.ranks, link, values[name].requires_grad)
+    return {
+        (name, source, target): conversion_s(
+            source, target, pricing.local_bytes(name, I), pricing.assignment.ranks, link, values[name].requires_grad
+        )
         for name, source, target in call_conversions(pricing.assignment, segment)
-    ]
+    }
+
+
+def call_seconds(pricing: Pricing, segment: Segment) -> tuple[float, float]:
+    """The same in all."""
+    times = call_conversion_seconds(pricing, segment).values()
     return sum(forward for forward, _ in times), sum(backward for _, backward in times)
 
 
 def collective_seconds(pricing: Pricing) -> dict[str, float]:
-    """Seconds of one micro-batch through the whole model that each collective takes, forward and backward."""
-    assignment = pricing.assignment
-    kinds = assignment.kinds
-    link = pricing.hardware.link_for(assignment.axis, pricing.mesh)
+    """Seconds of one micro-batch through the whole model that each collective takes, forward and backward, without what is hidden. The
+    second gather of a linear's input counts with the collective on that input's gradient."""
+    kinds = pricing.assignment.kinds
     found: dict[str, float] = {}
-    converted = [(len(kind.members), c) for kind in kinds.by_name.values() for c in kind_conversions(assignment, kind.representative)]
-    converted += [(1, c) for segment in kinds.graph.segments for c in call_conversions(assignment, segment)]
-    for count, (name, source, target) in converted:
-        size, requires_grad = pricing.local_bytes(name, I), kinds.graph.values[name].requires_grad
+    converted = [(len(k.members), c) for k in kinds.by_name.values() for c in conversion_seconds(pricing, k.representative).items()]
+    converted += [(1, c) for segment in kinds.graph.segments for c in call_conversion_seconds(pricing, segment).items()]
+    for count, ((_, source, target), times) in converted:
         names = conversion(source, target)
-        times = conversion_s(source, target, size, assignment.ranks, link, requires_grad)
         for collective, time_s in zip((names.forward, names.backward), times, strict=True):
             if collective in TRAFFIC and time_s:
                 found[collective] = found.get(collective, 0.0) + time_s * count
